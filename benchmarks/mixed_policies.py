@@ -21,9 +21,9 @@ from benchmarks.children import scratch
 from benchmarks.ours.kuhn_poker import TURNS, Strategy, average, nash_conv, observe
 from benchmarks.result import Row, compare, options, write
 from shoal.actor.policy import make_policy
-from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import play_through
+from shoal.client import Answer
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment, mix_policies
+from shoal.libs.evaluation.episodes import play_through
 from shoal.registry import Registry
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.learner import model_arrays
@@ -68,11 +68,8 @@ class ServedPolicy:
         call = InferCall(inputs, len(inputs["observation"]), action=self._action)
         return outputs if self._loaded.sampler is None else self._loaded.sampler.act(outputs, call)
 
-    def insist(self, observations: np.ndarray, *_: object, **__: object) -> ActionAnswer:
-        return ActionAnswer(self.answer(observation=observations), 1)
-
-    def close(self) -> None:
-        """Nothing is open."""
+    def insist(self, observations: np.ndarray, *_: object, **__: object) -> Answer:
+        return Answer(self.answer(observation=observations), 1, "policy")
 
 
 def play_stochastic(seed: int, action: str | None) -> float:

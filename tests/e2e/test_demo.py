@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import shoal.runs
+from shoal.client import Client
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import RegistryError, RunError
-from shoal.flows.policy_connection import InferenceConnection, PolicyAddress, wait_for_version
 from shoal.registry import Registry
 from shoal_program import END_S, commands_with, shoal_command, shoal_program
 from typed import typed
@@ -119,16 +119,15 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
         program.wait_for_line("learning")
         run = shoal.runs.load("latest")
         url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
-        connection = InferenceConnection(PolicyAddress(url, "cartpole", (home / "token").read_text()), ANSWER_S)
-        # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
-        wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
+        with Client(url, token=(home / "token").read_text(), timeout_s=ANSWER_S) as client:
+            # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
+            wait_for(lambda: client.ready("cartpole"), ANSWER_S, "a first version")
 
-        def ask() -> bool:
-            seen.add(connection.infer(question).version)
-            return len(seen) >= 5
+            def ask() -> bool:
+                seen.add(client.infer("cartpole", question).version)
+                return len(seen) >= 5
 
-        wait_for(ask, ANSWER_S, "five versions from the endpoint")
-        connection.close()
+            wait_for(ask, ANSWER_S, "five versions from the endpoint")
         program.interrupt()
         assert program.wait() == 130
         assert "Traceback" not in program.said

@@ -316,7 +316,7 @@ def test_a_learner_that_joins_late_has_the_weights_of_the_others(name: str, tmp_
                 torch.testing.assert_close(late.weights()[key], value, **TOLERANCE)
 
 
-def test_a_replica_takes_no_memory_for_a_replay(tmp_path: Path) -> None:
+def test_a_replica_takes_no_memory_for_a_replay() -> None:
     """The first learner's may be on its disk, and larger than the memory."""
     spec = make_spec("algorithm=dqn", "algorithm.replay_mb=1e9", "algorithm.replay_on_disk=true")
     LearnerReplica(spec, describe(spec))

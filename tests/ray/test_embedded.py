@@ -25,7 +25,7 @@ from leftovers import assert_nothing_left, listening_ports, still_alive
 from shoal.cluster import embedded_cluster, jobs
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster
+from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.ports import reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, remove_folder
 from shoal.errors import ClusterError, RunError
@@ -54,7 +54,7 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.fixture
 def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """In clusters that the test starts: it imports for 4 s of a processor, and is not what the test is about."""
-    monkeypatch.setenv(FORK_VARIABLE, "0")
+    monkeypatch.setenv("SHOAL_FORK_WORKERS", "0")
 
 
 def interrupted(at_line: int) -> bool:

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 OFFERS = {"name": "catch", "observation": [4], "action": 3}
 
 
-def test_the_first_game_brings_the_spaces_which_the_record_keeps(
-    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_game_brings_the_spaces_which_the_record_keeps(cluster: EmbeddedCluster) -> None:
     from shoal.flows.rl_policy import keep_spaces
     from shoal.rl.ray_workers import _release_ports, take_spaces
 

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.cluster.forking import fork_client
-from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, WorkerRequest, parse_worker_request
-from shoal.cluster.forking.fork_server import can_fork
+from shoal.libs.forking import fork_client
+from shoal.libs.forking.fork_client import ADDRESS_VARIABLE, WorkerRequest, parse_worker_request
+from shoal.libs.forking.fork_server import can_fork
 from waiting import wait_for
 
 # A worker's script, as Ray's is: it says what it finds, then imports torch when Ray would have told it its processors.
@@ -53,7 +53,7 @@ def fork_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A fork server, and its address."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are too long for a socket
         address = f"{folder}/fork.sock"
-        command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
+        command = [sys.executable, "-P", "-m", "shoal.libs.forking.fork_server", address]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             try:
                 wait_for(lambda: Path(address).exists(), what="fork server")

@@ -14,10 +14,11 @@ import pytest
 import ray
 
 from leftovers import children_of
-from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster, _can_fork
+from shoal.cluster.embedded_cluster import EmbeddedCluster
+from shoal.libs.forking.worker_start import FORK_VARIABLE, make_worker_start
 from waiting import wait_for
 
-pytestmark = pytest.mark.skipif(not _can_fork(), reason="workers are not forked on this machine")
+pytestmark = pytest.mark.skipif(not make_worker_start(Path()).script, reason="workers are not forked on this machine")
 
 
 @ray.remote(num_cpus=1)
@@ -47,7 +48,7 @@ def server_of(cluster: EmbeddedCluster) -> psutil.Process:
     assert cluster.temp_dir is not None
     socket = cluster.temp_dir / "fork.sock"
     wait_for(socket.exists, what="fork server")
-    return psutil.Process(children_of(cluster.head_pid, "shoal.cluster.forking.fork_server")[0])
+    return psutil.Process(children_of(cluster.head_pid, "shoal.libs.forking.fork_server")[0])
 
 
 def test_an_actor_is_forked_and_has_its_processors(fork_server: psutil.Process) -> None:
@@ -104,4 +105,4 @@ def test_without_a_fork_server_workers_live_on_and_without_a_raylet_the_head_end
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORK_VARIABLE, "0")
-    assert not _can_fork()
+    assert make_worker_start(Path()).script is None

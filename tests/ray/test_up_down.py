@@ -20,7 +20,6 @@ from shoal.cluster import jobs
 from shoal.cluster.attach import find_cluster, find_running_cluster, list_clusters
 from shoal.cluster.cluster_handle import load_handle
 from shoal.cluster.dashboard_api import connect, list_nodes, list_reservations
-from shoal.cluster.embedded_cluster import FORK_VARIABLE
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import ClusterError
 from shoal_program import STATE_S, Program, end_marked
@@ -37,7 +36,7 @@ class Shell:
         self.home, self.mark = home, uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SHOAL_"))}
         self.environment = {**kept, "SHOAL_HOME": str(home), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        self.environment[FORK_VARIABLE] = "0"  # a fork server imports for 4 s of a processor
+        self.environment["SHOAL_FORK_WORKERS"] = "0"  # a fork server imports for 4 s of a processor
 
     def run(self, command: str, **more: str) -> str:
         """What a program says. Fails unless it ends well."""

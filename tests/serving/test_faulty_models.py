@@ -138,7 +138,7 @@ async def test_a_model_that_leaks_is_answered_until_its_replica_is_too_large() -
             replica.check_health()
 
 
-async def test_whatever_is_asked_is_answered_or_refused_and_counted(tmp_path: Path) -> None:
+async def test_whatever_is_asked_is_answered_or_refused_and_counted() -> None:
     """Four hundred requests, a third of them bad in some way, some gone before their answer."""
     async with replica_of(model={"max_batch_size": 8, "max_queue_size": 64}) as replica:
         kinds = [FINE, RAISE, FINE, NAN, FINE, SHAPE]

@@ -211,7 +211,7 @@ def has_more(before: Counter[str], now: Counter[str]) -> bool:
 
 
 def test_certificates_are_replaced_under_load_without_a_failed_request(
-    replica: FakeReplica, authority: Authority, tmp_path: Path
+    replica: FakeReplica, authority: Authority
 ) -> None:
     files = authority.sign()._replace(client_ca="")
     trusted = context(authority)

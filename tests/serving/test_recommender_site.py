@@ -129,7 +129,7 @@ def test_what_is_no_rating_is_refused(film: str, stars: str, status: int, home: 
     assert Rating.objects.count() == before
 
 
-def test_other_sites_and_other_hosts_are_refused(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_sites_and_other_hosts_are_refused(home: Path) -> None:
     client = browse()
     client.get("/")
     assert client.post("/rate", {"rating": "1:3"}).status_code == 403

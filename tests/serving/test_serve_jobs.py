@@ -157,7 +157,7 @@ def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[Fake
 
 
 def test_deploy_shows_what_it_waits_for_and_that_time_does_not_count(
-    cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, recorders: list[Any]
 ) -> None:
     def begin(job: FakeJob) -> None:
         becomes_ready(recorders)(job)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.cost.measure.memory import MemoryGrowth, bytes_of, track_growth
+from shoal.cost.measure.memory import MemoryGrowth, bytes_of, measure_growth
 from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.libs.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 
@@ -53,7 +53,7 @@ def test_storages_that_are_resized_in_place_are_followed() -> None:
 
 def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
     before = torch.zeros(4 * KIB)
-    with track_growth(CPU) as grown:
+    with measure_growth(CPU) as grown:
         after = before + 1
         del before
         after.sort()
@@ -66,7 +66,7 @@ def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
 
 def test_a_mapped_file_is_no_memory_of_the_allocator(tmp_path: Path) -> None:
     (tmp_path / "values").write_bytes(bytes(1024 * KIB))
-    with track_growth(CPU) as grown, count_ops(grown) as reading:
+    with measure_growth(CPU) as grown, count_ops(grown) as reading:
         kept = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
         dropped = torch.from_file(str(tmp_path / "values"), size=256 * KIB)
         del dropped

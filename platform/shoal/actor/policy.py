@@ -341,11 +341,11 @@ def find_ladder_position(actor_id: str, stream: int = 0) -> float:
     if digits is None:
         position = int.from_bytes(hashlib.sha256(actor_id.encode()).digest()[:4], "big") / 2**32
     else:
-        position = _mirror_bits(int(digits[0]) % 2**32)
-    return (position + _mirror_bits(stream)) % 1.0
+        position = _reverse_bits(int(digits[0]) % 2**32)
+    return (position + _reverse_bits(stream)) % 1.0
 
 
-def _mirror_bits(number: int) -> float:
+def _reverse_bits(number: int) -> float:
     return int(f"{number:032b}"[::-1], 2) / 2**32
 
 

@@ -40,7 +40,7 @@ from shoal.weights.tensor_files import DTYPE_NAMES, DTYPES
 Shape = tuple[int, ...]
 
 
-class Slot(NamedTuple):
+class StoredChunk(NamedTuple):
     """One chunk of one tensor, and its bytes in the shard's data."""
 
     name: str
@@ -53,24 +53,24 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One rank's shard. The widest dtypes come first, so that every slot is aligned without a gap."""
+    """One rank's shard. The widest dtypes come first, so that every chunk is aligned without a gap."""
 
-    slots: tuple[Slot, ...]
+    chunks: tuple[StoredChunk, ...]
 
     @property
     def size_bytes(self) -> int:
-        return self.slots[-1].end if self.slots else 0
+        return self.chunks[-1].end if self.chunks else 0
 
     def build_header(self) -> bytes:
-        """The header of the safetensors file whose data are the slots in order."""
+        """The header of the safetensors file whose data are the chunks in order."""
         return encode_header(
             (
-                f"{slot.name}@{','.join(map(str, slot.offsets))}",
-                DTYPE_NAMES[slot.dtype],
-                slot.sizes,
-                slot.end - slot.begin,
+                f"{chunk.name}@{','.join(map(str, chunk.offsets))}",
+                DTYPE_NAMES[chunk.dtype],
+                chunk.sizes,
+                chunk.end - chunk.begin,
             )
-            for slot in self.slots
+            for chunk in self.chunks
         )
 
 
@@ -113,15 +113,15 @@ def assign_shards(plans: Sequence[SavePlan]) -> list[ShardLayout]:
         raise CheckpointError(f"the ranks' parts do not make whole tensors: {error}") from error
     layouts = []
     for plan in shared:
-        slots, begin = [], 0
+        chunks, begin = [], 0
         for item in sorted(
             plan.items, key=lambda item: (-_tensor_data(item).properties.dtype.itemsize, item.index.fqn)
         ):
             chunk, dtype = _tensor_data(item).chunk, _tensor_data(item).properties.dtype
             end = begin + math.prod(chunk.sizes) * dtype.itemsize
-            slots.append(Slot(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
+            chunks.append(StoredChunk(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
             begin = end
-        layouts.append(ShardLayout(tuple(slots)))
+        layouts.append(ShardLayout(tuple(chunks)))
     return layouts
 
 
@@ -147,9 +147,9 @@ def build_index(plans: Sequence[SavePlan], layouts: Sequence[ShardLayout], files
         index.setdefault(item.index.fqn, {"dtype": dtype, "shape": shape, "chunks": []})
     for layout, file in zip(layouts, files, strict=True):
         head = len(layout.build_header())
-        for slot in layout.slots:
-            chunk = {"offsets": slot.offsets, "sizes": slot.sizes, "file": file, "at": head + slot.begin}
-            index[slot.name]["chunks"].append(chunk)
+        for chunk in layout.chunks:
+            at = {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": file, "at": head + chunk.begin}
+            index[chunk.name]["chunks"].append(at)
     return index
 
 

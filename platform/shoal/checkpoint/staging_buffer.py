@@ -33,7 +33,9 @@ class StagingBuffer:
             # Zeros, written now: the first touch of fresh pages takes as long as ten copies.
             buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, pin_memory=pinned).zero_()
         self._buffer = buffer
-        self._targets = [self._buffer[slot.begin : slot.end].view(slot.dtype).view(slot.sizes) for slot in layout.slots]
+        self._targets = [
+            self._buffer[chunk.begin : chunk.end].view(chunk.dtype).view(chunk.sizes) for chunk in layout.chunks
+        ]
         self._rest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_copied = threading.Event()
         self._fetched: torch.cuda.Event | None = None
@@ -48,10 +50,10 @@ class StagingBuffer:
         self._is_copied.clear()
         self._rest = []
         left = frozenset(() if self._buffer.is_pinned() else later)
-        for slot, target in zip(self.layout.slots, self._targets, strict=True):
-            tensor = tensors[slot.name]
+        for chunk, target in zip(self.layout.chunks, self._targets, strict=True):
+            tensor = tensors[chunk.name]
             source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if slot.name.partition(".")[0] in left:
+            if chunk.name.partition(".")[0] in left:
                 self._rest.append((target, source.detach()))
             else:
                 target.copy_(_dequantize(source), non_blocking=True)
@@ -91,7 +93,7 @@ class DirectStaging(StagingBuffer):
         self._sources: list[torch.Tensor] = []
 
     def start_copy(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
-        found = [tensors[slot.name] for slot in self.layout.slots]
+        found = [tensors[chunk.name] for chunk in self.layout.chunks]
         self._sources = [each.to_local() if isinstance(each, DTensor) else each for each in found]
 
     def finish_copy(self) -> None:

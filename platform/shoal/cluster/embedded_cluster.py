@@ -17,19 +17,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from shoal.cluster.cluster_handle import FOLDER_VARIABLE, HIDE_GPUS, ClusterHandle
-from shoal.cluster.forking import fork_client
-from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
-from shoal.cluster.forking.fork_server import resolve_python_path
 from shoal.cluster.ingress.serve_environment import limit_replica_ports, prepare_ingress, serve_environment
 from shoal.cluster.ports import reserve_port_block, reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_cluster_processes, get_cluster_folder
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
+from shoal.plugins.find import find_optional
 
 # Variables of an outer Ray that would change this one.
 _FOREIGN = (
@@ -37,13 +36,26 @@ _FOREIGN = (
     *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
 )
 
-FORK_VARIABLE = "SHOAL_FORK_WORKERS"  # "0": workers are started as Ray does it
-
 # The servers of Ray that listen on a given port, by Ray's names in `RayParams`.
 _PORTS = (
     *("dashboard_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port"),
     "runtime_env_agent_port",
 )
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """How the raylet starts workers: by default in Ray's own way. A library may have a quicker one: `fork` of
+    `shoal.worker_starts` is a function of the cluster's folder that names it.
+
+    script:      takes the arguments of Ray's `setup_worker.py`, which it may become
+    server:      a command that serves the script. It is started before Ray, and ends when its standard input closes
+    environment: of all processes of the cluster
+    """
+
+    script: str | None = None
+    server: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class EmbeddedCluster(ClusterHandle):
@@ -105,9 +117,10 @@ def start_cluster(
     Raises ClusterError when Ray does not start within `timeout_s`, or the handle cannot be written; nothing is left
     behind then, nor when interrupted. Raises ConfigError where the paths of programs have a quotation mark.
     """
-    _require_plain_paths()
     cluster_id = uuid.uuid4().hex
     temp_dir = get_cluster_folder(cluster_id)
+    starts = _find_worker_start(temp_dir)
+    _require_plain_paths(starts)
     with (
         contextlib.ExitStack() as on_failure,
         reserve_ports(len(_PORTS) + 1) as (metrics_port, *free),  # until the servers listen
@@ -123,7 +136,8 @@ def start_cluster(
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
-            "fork_workers": _can_fork(),
+            "worker_script": starts.script,
+            "worker_server": starts.server,
         }
         extra = {
             "DASHBOARD_METRIC_PORT": str(metrics_port),
@@ -131,6 +145,7 @@ def start_cluster(
             # releases the placement group of a training run when Ray Train's controller has died.
             "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard_port']}",
             **(environment or {}),
+            **starts.environment,
         }
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
@@ -158,15 +173,15 @@ def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: boo
     return serve
 
 
-def _can_fork() -> bool:
-    """Whether to fork workers: not where an accelerator's driver might already be initialised (decision 012)."""
-    has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
-    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
+def _find_worker_start(folder: Path) -> WorkerStart:
+    make = find_optional("fork", "shoal.worker_starts")
+    found: WorkerStart = make(folder) if make else WorkerStart()
+    return found
 
 
-def _require_plain_paths() -> None:
+def _require_plain_paths(starts: WorkerStart) -> None:
     """Raises ConfigError for a path that Ray mangles on the command line of its workers, which then never start."""
-    for path in (sys.executable, fork_client.__file__):
+    for path in filter(None, (sys.executable, starts.script)):
         try:
             is_plain = shlex.split(subprocess.list2cmdline([path])) == [path]
         except ValueError:  # an unterminated quotation
@@ -244,16 +259,15 @@ def _cluster_environment(
         "TMPDIR": str(temp_dir / "tmp"),  # for sockets that Ray's Python processes leave behind when stopped
         "PATH": bin_folder + os.pathsep + inherited.get("PATH", os.defpath),  # `python` in a job is this one
         **extra,
-        ADDRESS_VARIABLE: str(temp_dir / "fork.sock"),
         CLUSTER_ID_VARIABLE: cluster_id,
     }
 
 
 def make_python_path_variable() -> dict[str, str]:
     """$PYTHONPATH, if set, with absolute paths, for processes that run in other folders."""
-    if "PYTHONPATH" not in os.environ:
+    if not (folders := os.environ.get("PYTHONPATH")):
         return {}
-    return {"PYTHONPATH": os.pathsep.join(resolve_python_path(os.environ, os.getcwd()))}
+    return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, folders.split(os.pathsep)))}
 
 
 def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: float) -> dict[str, str]:

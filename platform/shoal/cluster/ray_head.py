@@ -33,7 +33,6 @@ from ray._raylet import (  # type: ignore[attr-defined]  # its stub file does no
 )
 from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
-from shoal.cluster.forking import fork_client
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster
 from shoal.errors import ClusterError
 
@@ -55,7 +54,8 @@ class HeadOptions(TypedDict):
     num_gpus: int | None
     object_store_memory_bytes: int | None
     watch_parent: bool
-    fork_workers: bool
+    worker_script: str | None  # in the place of Ray's own
+    worker_server: list[str]  # a command that serves that script; empty: none
 
 
 class _HeadNode(Node):
@@ -163,7 +163,9 @@ def main() -> None:
 
 def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     """Run Ray; exits with status 1 when a part of Ray dies, and 0 after SIGTERM, which ends the cluster."""
-    server = _start_fork_server() if options["fork_workers"] else None  # it ends when this process closes its pipe
+    # Before any part of Ray, since it may take as long as all of them. It ends when this process closes its pipe.
+    command = options["worker_server"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE) if command else None
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
@@ -186,7 +188,7 @@ def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
                     num_gpus=options["num_gpus"],
                     object_store_memory=options["object_store_memory_bytes"],
                     temp_dir=str(Path(options["temp_dir"]) / "ray"),
-                    setup_worker_path=fork_client.__file__ if options["fork_workers"] else None,
+                    setup_worker_path=options["worker_script"],
                 ),
                 head=True,
                 shutdown_at_exit=False,
@@ -209,16 +211,6 @@ def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     if server is not None:
         server.kill()
     sys.exit(0 if stopping.is_set() else 1)
-
-
-def _start_fork_server() -> subprocess.Popen[bytes]:
-    """Start the process that forks workers; Ray starts them until its imports are done, or if it has died.
-
-    Starts before any part of Ray, since it takes as long as all of them. Ends with this process.
-    """
-    address = os.environ[fork_client.ADDRESS_VARIABLE]
-    command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 if __name__ == "__main__":

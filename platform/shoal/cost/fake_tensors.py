@@ -7,7 +7,6 @@ trains anything.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -130,15 +129,6 @@ def use_fake_tensors(mode: FakeMode | None = None) -> Iterator[FakeMode]:
 
         _patch(undo, ShardingPropagator, _OUTPUT_SHAPES, find_output_shapes)
         yield mode
-
-
-def copy_model(model: nn.Module) -> nn.Module:
-    """A copy of a fake model, in the mode of its tensors."""
-    copies: dict[int, Any] = {}  # `deepcopy` of a tensor would read its memory
-    for each in [*model.parameters(), *model.buffers()]:
-        new = torch.empty_like(each.detach())
-        copies[id(each)] = nn.Parameter(new, each.requires_grad) if isinstance(each, nn.Parameter) else new
-    return copy.deepcopy(model, copies)
 
 
 def _patch(undo: ExitStack, owner: Any, name: str, replacement: Any) -> None:

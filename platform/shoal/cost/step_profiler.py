@@ -29,13 +29,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.measure.memory import MemoryGrowth, bytes_of, state_of, storages_of, to_local, track_growth
+from shoal.cost.measure.memory import MemoryGrowth, bytes_of, measure_growth, state_of, storages_of, to_local
 from shoal.cost.measure.op_counter import OpCounts, count_ops
-from shoal.parallel.comm.world import World
+from shoal.parallel.comm.world import World, read_clock_s
+from shoal.parallel.layers.precision import DTYPES
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.spec import Precision
 
 NUM_WARM_UP, NUM_TIMED = 3, 7
 MIN_TIMED_S, MAX_MORE = 1.0, 60  # a few short steps depend on the machine's momentary load: continue for so long
+
+_PRODUCT_SIZE = {"cpu": 768, "cuda": 8192}  # of the matrices by which a device's peak is measured
+_PRODUCT_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def profile_step(
     buckets = [storage for storage in (reference() for reference in references.values()) if storage is not None]
     resident = [*state["parameters"], *state["optimizer"], *average]
     past_group_bytes = model.shm_sent_bytes
-    growth = track_growth(device) if allocates else nullcontext(MemoryGrowth())
+    growth = measure_growth(device) if allocates else nullcontext(MemoryGrowth())
     with growth as grown, count_ops(grown, resident, buckets, is_fake, model.shared_memory) as counts:
         profile = StepProfile(counts)
         yield profile
@@ -200,3 +205,21 @@ def profile_step(
         "memory_peak": float(counts.resident_bytes + grown.peak_bytes),
         "sent_bytes": counts.sent_bytes + model.shm_sent_bytes - past_group_bytes,
     }
+
+
+def measure_peak_flops(device: torch.device, precision: Precision) -> float:
+    """The peak arithmetic of a device, in some hundredths of a second: operations per second of square matrix products
+    in `precision`, the fastest of a few.
+
+    The layouts are those of a layer, forward and for its weight's gradient: in bf16 some CPUs take ten times as long
+    for two matrices that are both stored by rows.
+    """
+    size = _PRODUCT_SIZE.get(device.type, _PRODUCT_SIZE["cpu"])
+    left = torch.ones(size, size, dtype=DTYPES[precision], device=device)
+    product = torch.empty_like(left)
+    fastest_s = float("inf")
+    for first, second in [(left, left.T), (left.T, left)] * _PRODUCT_REPEATS:
+        began_s = read_clock_s(device)
+        torch.mm(first, second, out=product)
+        fastest_s = min(fastest_s, read_clock_s(device) - began_s)
+    return 2.0 * size**3 / fastest_s

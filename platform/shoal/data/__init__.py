@@ -5,8 +5,7 @@ Libraries add names, such as `table`, in the group `shoal.data_names`."""
 from typing import Any
 
 from shoal.errors import needs_extra
-from shoal.plugins.find import load_reference
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.find import find_optional
 
 with needs_extra("cluster"):
     from shoal.data.dataset import Batch, Collate, Data, Source
@@ -18,7 +17,7 @@ __all__ = ["Batch", "Collate", "Data", "Loader", "LoaderSpec", "Source", "finger
 
 
 def __getattr__(name: str) -> Any:
-    reference = None if name.startswith("_") else collect_extensions("shoal.data_names").get(name)
-    if reference is None:
+    found = None if name.startswith("_") else find_optional(name, "shoal.data_names")
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load_reference(reference)
+    return found

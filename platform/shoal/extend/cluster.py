@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
     from shoal.cluster.cluster_handle import ClusterHandle, load_handle, set_environment
     from shoal.cluster.dashboard_api import connect, list_nodes, list_reservations
-    from shoal.cluster.embedded_cluster import start_cluster
+    from shoal.cluster.embedded_cluster import WorkerStart, start_cluster
     from shoal.cluster.growth import find_growth
     from shoal.cluster.ingress.serve_environment import haproxy_program
     from shoal.cluster.job_main import expected_run_id, find_dashboard_url, is_connected, job_main, print_too

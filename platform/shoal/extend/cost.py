@@ -17,11 +17,10 @@ if TYPE_CHECKING:
         format_quantity,
         relative_error,
     )
-    from shoal.cost.fake_tensors import FakeMode, ModelTooLarge, build_small_model, copy_model, use_fake_tensors
+    from shoal.cost.fake_tensors import FakeMode, ModelTooLarge, build_small_model, use_fake_tensors
     from shoal.cost.measure.collective_bytes import assume_cuda
-    from shoal.cost.measure.memory import allocate_averages, bytes_of, state_of, track_growth
+    from shoal.cost.measure.memory import bytes_of, measure_growth, state_of, to_local
     from shoal.cost.measure.op_counter import OpCounts, count_ops
-    from shoal.cost.measure.peak_flops import measure_peak_flops
-    from shoal.cost.step_profiler import profile_step
+    from shoal.cost.step_profiler import measure_peak_flops, profile_step
 
 __getattr__ = load_on_demand(__name__)

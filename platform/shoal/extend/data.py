@@ -1,4 +1,4 @@
-"""Data, for libraries: datasets and loaders, and what a dataset in files is made of."""
+"""Data, for libraries: datasets and loaders."""
 
 from typing import TYPE_CHECKING
 
@@ -7,17 +7,7 @@ from shoal.plugins.lazy import load_on_demand
 if TYPE_CHECKING:
     from shoal.data import Batch, Data, Loader
     from shoal.data.dataset import length_of
-    from shoal.data.file_dataset import (
-        FieldDataset,
-        Fields,
-        FileDataset,
-        as_tensor,
-        build_batch,
-        check_equal_lengths,
-        name_positions,
-        parse_fields,
-        require_path,
-    )
+    from shoal.data.file_dataset import FileDataset
     from shoal.data.fingerprint import fingerprint
     from shoal.data.formats import ImageFolder
     from shoal.data.loader import load_first_batch, make_loader

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.batching.batcher import BatcherCounts, PendingBatch, Prediction
-    from shoal.batching.step_queue import StepQueue
+    from shoal.batching.batcher import Batcher, BatcherCounts, PendingBatch, Prediction
     from shoal.client.endpoint_status import EndpointStatus
-    from shoal.client.payload import ArrayLike
-    from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries
+    from shoal.client.payload import ArrayLike, decode_answer
+    from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, decode_error, request_with_retries
     from shoal.client.streamed_text import PATHS, build_body
+    from shoal.client.tls import create_tls_context
     from shoal.client.transport import AsyncTransport
     from shoal.open_inference.binary_tensors import from_binary, to_binary
     from shoal.open_inference.pictures import is_integer, read_picture, summarize_error

@@ -18,9 +18,9 @@ the run record; the gateways, the learners and the replicas do the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +40,14 @@ from shoal.errors import (
     needs_extra,
 )
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.flows.evaluation import (
+    Evaluation,
+    EvaluationSite,
+    Evaluator,
+    choose_action,
+    describe_registered,
+    record_evaluation,
+)
 from shoal.flows.loop_policy import (
     BEST_RETURN,
     TRIAL_RETURN,
@@ -52,18 +60,6 @@ from shoal.flows.loop_policy import (
     join_addresses,
     require_capacity,
     require_experience,
-)
-from shoal.flows.policy_connection import connect_policies
-from shoal.flows.policy_evaluation import (
-    Connections,
-    EpisodePlayer,
-    Evaluation,
-    choose_action,
-    describe_registered,
-    evaluate_policies,
-    is_better,
-    judge_trial,
-    record_evaluation,
 )
 from shoal.flows.rl_metrics import HistorySampler, combine_policies, select_lags, select_rejections, select_win_rates
 from shoal.flows.rl_policy import check, keep_spaces, list_actions
@@ -144,7 +140,7 @@ class LoopRun:
         self._num_requests = 0.0
         self._failed = list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
-        self._player = EpisodePlayer(spec, self._connect)
+        self._evaluator: Evaluator | None = None  # once the endpoint is up, where a library has one
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -168,10 +164,13 @@ class LoopRun:
         endpoint_spec = spec.endpoint.model_copy(update={"name": spec.model_name, "token": SecretStr(self.token)})
         with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
             from shoal.serve.on_ray.deployment import deploy
+            from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head
 
         self._endpoint = deploy(endpoint_spec, served, record=self._note)
         admission.mark_running()
         closing.callback(self._endpoint.close)
+        call = None if is_on_head() else call_on_head
+        self._evaluator = EvaluationSite(spec, self.policies, self._endpoint.url, self.token, call).open()
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
         models = "NAME, of " * (not self._only) + ", ".join(each.spec.model_name for each in self.policies)
@@ -215,7 +214,7 @@ class LoopRun:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
             self._action = list_actions(self.spec, self.policies[0].experience)[0]
-            if self.missed or self.spec.given:
+            if self.missed or self.spec.given or self._evaluator is None:
                 self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
                 return
             if self._only is None or self._try(self._only, self._candidates[0]):
@@ -244,6 +243,7 @@ class LoopRun:
         """Whether this version of the only policy, played through the endpoint, will reach the target with near
         certainty: with its best actions, or else with sampled ones. A failed attempt to play counts as no, and is
         retried later; after the time limit its error is raised (ConnectionLost, InferenceError)."""
+        assert self._evaluator is not None
         trials = dict[str, Evaluation]()
         for action in list_actions(self.spec, self.policies[0].experience):
             try:
@@ -256,7 +256,7 @@ class LoopRun:
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
             names = [TRIAL_RETURN, BEST_RETURN] if action == "best" else [TRIAL_RETURN]
             self.policies[0].played |= dict.fromkeys(names, trial.mean_return)
-            details = judge_trial([*self._failed, trial], self.spec, snapshot.version, action)
+            details = self._evaluator.judge([*self._failed, trial], snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
                 self._action, self.policies[0].trial_return = action, trial.mean_return
@@ -283,7 +283,7 @@ class LoopRun:
         except (ConnectionLost, InferenceError) as error:
             self._was_not_tried(policy.retained, str(error), "the newest is registered")
             retained = trial
-        if not is_better(retained, trial):
+        if not retained.is_better_than(trial):
             self._candidates = [policy.workers.republish(newest)]
             return
         policy.trial_return = retained.mean_return
@@ -298,7 +298,8 @@ class LoopRun:
 
     def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
         """Play a trial of this version, which the endpoint has or will have, and go on polling."""
-        trial = self._player.start_trial(action, snapshot)
+        assert self._evaluator is not None
+        trial = self._evaluator.start_trial(action, snapshot)
         self._follow_until_done(trial)
         return trial.result()
 
@@ -343,7 +344,9 @@ class LoopRun:
     def _probe(self) -> None:
         """Let best actions be played now and then, and keep their mean return."""
         policy = self.policies[0]
-        if policy.may_be_probed and (mean_return := self._player.probe()) is not None:
+        if self._evaluator is None or not policy.may_be_probed:
+            return
+        if (mean_return := self._evaluator.probe()) is not None:
             policy.played[BEST_RETURN] = mean_return
 
     def _time_is_up(self) -> bool:
@@ -411,27 +414,22 @@ class LoopRun:
 
     def finish(self) -> None:
         """Register the weights of all policies, and evaluate them through the endpoint."""
-        self._player.close()
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 each.withhold_champion()
             models[each.name] = each.register(snapshot, self.recorder, self._action)
-        with self._connect(self._action, self._candidates) as connections:
-            played = evaluate_policies(connections, self.spec)
+        played = {} if self._evaluator is None else self._evaluator.evaluate(self._action, self._candidates)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(describe_registered(model, played.get(name), self._action), flush=True)
-
-    def _connect(self, *setting: Any) -> AbstractContextManager[Sequence[Connections]]:
-        assert self._endpoint is not None
-        return connect_policies(self.policies, self._endpoint.url, self.token, *setting)
+            print(describe_registered(model, played.get(name), self._action, self.spec), flush=True)
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at
         most SHUTDOWN_TIMEOUT_S in all: a run that is stopped while it starts may lack workers."""
-        self._player.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         started = [each for each in self.policies if each.has_started]
         if not started:
             return

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shoal.errors import ConfigError, suggest
@@ -26,7 +27,7 @@ from shoal.plugins.moved import translate_reference
 _log = logging.getLogger(__name__)
 
 
-def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
+def find_extension(name: str, group: str, own: Mapping[str, str] = MappingProxyType({})) -> Any:
     """The object of that name.
 
     group: of entry points, such as "shoal.algorithms"
@@ -47,10 +48,16 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     raise ValueError(f"{name!r} is none of {known}{near and f': {near}'}; your own is module:name or file.py:name")
 
 
+def find_optional(name: str, group: str) -> Any | None:
+    """What a library adds under this name; None without it. Raises ValueError where it cannot be loaded."""
+    reference = collect_extensions(group).get(name)
+    return None if reference is None else load_reference(reference)
+
+
 def find_in_library(name: str, group: str, library: str, field: str, value: str = "") -> Any:
     """What a library of Shoal adds under this name. Raises ConfigError for `field` without that library."""
     try:
-        return find_extension(name, group, {})
+        return find_extension(name, group)
     except ValueError as error:
         raise ConfigError(field, value, str(error), f"install the library {library} of Shoal") from None
 

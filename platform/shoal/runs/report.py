@@ -25,7 +25,7 @@ def write_report(run: Run) -> Path:
     """
     if PAGE not in collect_extensions(REPORTS):
         raise RunError(f"no library writes the report of run {run.id} here: install one")
-    path: Path = find_extension(PAGE, REPORTS, {})(run)
+    path: Path = find_extension(PAGE, REPORTS)(run)
     return path
 
 

@@ -68,7 +68,7 @@ def _is_name(name: object) -> bool:
 def _validate_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not _is_name(name):
-            find_extension(str(name), GROUP, {})  # raises
+            find_extension(str(name), GROUP)  # raises
     return tuple(dict.fromkeys(names))
 
 
@@ -83,7 +83,7 @@ TrackerNames = Annotated[
 def load_tracker(name: str) -> type[Tracker]:
     """The class of a name. Raises ConfigError where there is none, or its library is not installed here."""
     try:
-        tracker = find_extension(name, GROUP, {})
+        tracker = find_extension(name, GROUP)
     except ValueError as error:
         raise ConfigError("track", name, str(error)) from error
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
@@ -115,5 +115,5 @@ def start_followers(run_id: str, folder: Path, names: Sequence[str]) -> RunFollo
     """Start what sends a run to its trackers; None without a tracker."""
     if not names:
         return None
-    followers: RunFollowers = find_extension(PROCESSES, FOLLOWERS, {})(run_id, folder, names)
+    followers: RunFollowers = find_extension(PROCESSES, FOLLOWERS)(run_id, folder, names)
     return followers

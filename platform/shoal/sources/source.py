@@ -6,14 +6,11 @@ once, and again after a restart unless it was committed. Knows neither torch nor
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
-
-MAX_SHOWN_CHARS = 200
 
 
 class StreamMessage(Protocol):
@@ -109,54 +106,3 @@ class StreamSource(Protocol):
     def close(self) -> None:
         """Stop delivering. What was not committed will be delivered to the next one. Idempotent."""
         ...
-
-
-def reject_payload(topic: str, payload: bytes, problem: str, reason: str = "other") -> MalformedPayload:
-    """What is wrong with a payload, and how it begins."""
-    return MalformedPayload(topic, problem, payload[:MAX_SHOWN_CHARS].decode(errors="backslashreplace"), reason)
-
-
-def hash_message(topic: str, payload: bytes) -> int:
-    """64 bits, in place of a publisher's sequence."""
-    return int.from_bytes(hashlib.blake2b(topic.encode() + b"\0" + payload, digest_size=8).digest(), "big")
-
-
-class Payload(NamedTuple):
-    """What a broker delivers, with what is known of it.
-
-    publisher:  "" where it is not said
-    sequence:   None where the publisher does not count
-    packet_id:  the broker's, the same when it sends the message again, as `is_redelivered`; 0: it never does
-    """
-
-    topic: str
-    content: bytes
-    publisher: str
-    sequence: int | None
-    received_s: float
-    packet_id: int = 0
-    is_redelivered: bool = False
-
-
-class Parser(Protocol):
-    """Makes messages of payloads."""
-
-    def parse(self, payload: Payload) -> Delivery:
-        """The messages of a payload, and what is wrong with it."""
-        ...
-
-
-class SampleParser:
-    """Makes samples by a user's function of (topic, payload), which raises ValueError for what is no sample."""
-
-    def __init__(self, decode: Callable[[str, bytes], Any]) -> None:
-        self._decode = decode
-
-    def parse(self, payload: Payload) -> Delivery:
-        try:
-            value = self._decode(payload.topic, payload.content)
-        except ValueError as error:
-            return Delivery(malformed=[reject_payload(payload.topic, payload.content, str(error))])
-        if not payload.publisher or payload.sequence is None:
-            return Delivery([Sample(value, "", hash_message(payload.topic, payload.content))])
-        return Delivery([Sample(value, payload.publisher, payload.sequence)])

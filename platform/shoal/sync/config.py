@@ -162,7 +162,7 @@ def list_kinds() -> dict[str, str]:
 
 
 def _make_variant(kind: str, **fields: object) -> SyncConfig:
-    variant: SyncConfig = find_extension(kind, VARIANTS, {})(**fields)
+    variant: SyncConfig = find_extension(kind, VARIANTS)(**fields)
     return variant
 
 

@@ -1,4 +1,4 @@
-"""Who may do what at the console: each rule of Access and Guard."""
+"""Who may do what at the console: each rule of Access and ProtectedApp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.errors import ConfigError
 from shoal.flows.run_flow import RunFlow
 from shoal.libs.console import access as access_module
 from shoal.libs.console import server
-from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, Guard
+from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, ProtectedApp
 from shoal.libs.console.job import ConsoleSpec, ConsoleTls, make_context, run_console
 from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import build_app
@@ -34,7 +34,7 @@ SECRETS = (TOKEN.encode(), b"import", b"root:")
 
 
 def ask(
-    app: Guard, method: str, target: str, headers: Mapping[str, str], body: bytes = b""
+    app: ProtectedApp, method: str, target: str, headers: Mapping[str, str], body: bytes = b""
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of what the application answers."""
     path, _, query = target.partition("?")
@@ -61,7 +61,7 @@ def ask(
     return start["status"], answered, b"".join(each.get("body", b"") for each in sent[1:])  # type: ignore[return-value, misc]
 
 
-def log_in(app: Guard, token: str = TOKEN, origin: str = f"http://{HOST}") -> tuple[int, str]:
+def log_in(app: ProtectedApp, token: str = TOKEN, origin: str = f"http://{HOST}") -> tuple[int, str]:
     """Status and cookie."""
     asked = {"host": HOST, "origin": origin, "content-type": "application/x-www-form-urlencoded"}
     status, headers, _ = ask(app, "POST", "/login", asked, f"token={token}".encode())
@@ -69,7 +69,7 @@ def log_in(app: Guard, token: str = TOKEN, origin: str = f"http://{HOST}") -> tu
 
 
 @pytest.fixture
-def app() -> Guard:
+def app() -> ProtectedApp:
     return build_app(Access(TOKEN, port=PORT))
 
 
@@ -81,7 +81,7 @@ def run_id() -> str:
     return RUN
 
 
-def test_a_hostile_request_is_refused_or_does_nothing(app: Guard, run_id: str) -> None:
+def test_a_hostile_request_is_refused_or_does_nothing(app: ProtectedApp, run_id: str) -> None:
     session = log_in(app)[1].partition(";")[0]
     for hostile in REQUESTS:
         headers = {"host": HOST, **hostile.headers}
@@ -95,7 +95,7 @@ def test_a_hostile_request_is_refused_or_does_nothing(app: Guard, run_id: str) -
     assert ask(app, "GET", f"/api/runs/{run_id}", {"host": HOST})[0] == 200
 
 
-def test_the_requests_of_the_console_s_own_page_are_answered(app: Guard, run_id: str) -> None:
+def test_the_requests_of_the_console_s_own_page_are_answered(app: ProtectedApp, run_id: str) -> None:
     status, cookie = log_in(app)
     own = {"host": f"LOCALHOST:{PORT}", "origin": f"http://localhost:{PORT}", "cookie": cookie.partition(";")[0]}
     assert status == 303
@@ -107,7 +107,7 @@ def test_the_requests_of_the_console_s_own_page_are_answered(app: Guard, run_id:
     assert ask(app, "PATCH", f"/api/runs/{run_id}", own, b"{}")[0] == 401
 
 
-def test_scripts_and_frames_of_others_are_impossible(app: Guard) -> None:
+def test_scripts_and_frames_of_others_are_impossible(app: ProtectedApp) -> None:
     for target in ("/", "/static/app.js", "/api/runs", "/nothing"):
         headers = ask(app, "GET", target, {"host": HOST})[1]
         policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
@@ -120,14 +120,16 @@ def test_scripts_and_frames_of_others_are_impossible(app: Guard) -> None:
         assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
 
 
-def test_a_cookie_is_for_this_console_s_own_pages_alone(app: Guard) -> None:
+def test_a_cookie_is_for_this_console_s_own_pages_alone(app: ProtectedApp) -> None:
     cookie = log_in(app)[1]
     name, *flags = (each.strip() for each in cookie.split(";"))
     assert name.startswith(f"{COOKIE}-{PORT}=")
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} < set(flags)
 
 
-def test_guesses_are_throttled_and_another_site_cannot_cause_that(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_are_throttled_and_another_site_cannot_cause_that(
+    app: ProtectedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 0.0
     monkeypatch.setattr(access_module.time, "monotonic", lambda: now_s)
     assert {log_in(app, "wrong", "http://evil.example")[0] for _ in range(2 * MAX_FAILED_LOGINS)} == {403}

@@ -30,7 +30,7 @@ from shoal.client.endpoint_status import EndpointStatus, EvidenceStatus, ModelSt
 from shoal.home import home
 from shoal.libs.console.access import Access
 from shoal.libs.console.server import build_app
-from shoal.libs.console.serving import cluster_api, readings
+from shoal.libs.console.serving import endpoints_api, readings
 from shoal.libs.console.serving.readings import SharedReading
 from shoal.libs.console.serving.try_api import REQUEST_FILE, write_code
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -468,7 +468,7 @@ def test_runs_that_wait_are_listed_in_their_order() -> None:
         for position, recorder in ((2, first), (1, second)):
             recorder.record_event(WAITING, position=position, **needs)
             recorder.flush()
-        queue = cluster_api.read_clusters()["queue"]
+        queue = endpoints_api.read_clusters()["queue"]
     assert [(each["position"], each["owner"], each["needs"]) for each in queue] == [
         (1, "ada", {"GPU": 2.0}),
         (2, "ada", {"GPU": 2.0}),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.optimise import measure
-from shoal.libs.optimise.choice import MaxDrop, Measurement, RowTotals, choose, find_front, judge, judge_value
+from shoal.libs.optimise.choice import MaxDrop, Measurement, RowTotals, choose, find_pareto_front, judge, judge_value
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
 from shoal.libs.optimise.request import OptimiseRequest, choose_default_student, choose_steps, parse_student
 from shoal.libs.optimise.steps import Model, convert_model
@@ -109,8 +109,8 @@ def test_the_interval_of_shares_is_where_the_score_statistic_is_the_quantile(
 
 def test_the_front_has_what_no_other_beats() -> None:
     models = [measured(0.9, 10), measured(0.8, 1), measured(0.85, 12), measured(0.85, 5), measured(math.nan, 0.1)]
-    assert find_front(models, "accuracy", True, "latency") == [1, 3, 0]
-    assert find_front(models, "loss", False, "latency") == [1, 3, 0]
+    assert find_pareto_front(models, "accuracy", True, "latency") == [1, 3, 0]
+    assert find_pareto_front(models, "loss", False, "latency") == [1, 3, 0]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import ConfigError, NotFinite
-from shoal.libs.planning.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
+from shoal.libs.planning.ablate import PARAMETERS, AblationRun, build_variants, summarise_variants, train_variants
 from shoal.train.launch.validate import choose_metric
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -98,7 +98,7 @@ def test_a_variant_that_cannot_be_trained_is_named_before_anything_is(spec: Trai
         raise AssertionError
 
     with pytest.raises(ConfigError, match=r"takes no such argument.*in 'deep'"):
-        ablate(build_variants(spec, [], ["deep=args={wide: 3}"]), 1, never)
+        train_variants(build_variants(spec, [], ["deep=args={wide: 3}"]), 1, never)
 
 
 def test_every_variant_has_every_seed_and_what_diverges_is_a_result(spec: TrainSpec) -> None:
@@ -110,7 +110,7 @@ def test_every_variant_has_every_seed_and_what_diverges_is_a_result(spec: TrainS
             raise NotFinite("the loss", 3, None, None)
         return TrainResult("none", "steps", "", 0, 0, 1.0, {"accuracy": 0.5 + each.seed / 10})
 
-    measured = ablate(build_variants(spec, ["bias"], []), 2, train_recorded(train))
+    measured = train_variants(build_variants(spec, ["bias"], []), 2, train_recorded(train))
     assert seen == [(5, True), (5, False), (6, True), (6, False)]
     assert measured[3].failure.startswith("NotFinite: the loss is not finite in step 3")
     whole, without = summarise_variants(measured)
@@ -121,7 +121,7 @@ def test_every_variant_has_every_seed_and_what_diverges_is_a_result(spec: TrainS
 
 
 def train_recorded(train: object) -> object:
-    """With a run record of its own for each, as `ablate` looks the times up there."""
+    """With a run record of its own for each, as `train_variants` looks the times up there."""
     import shoal.runs
 
     def recorded(spec: TrainSpec) -> TrainResult:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from programs import run_ranks
 from shoal.cost import step_profiler
-from shoal.cost.measure.memory import track_growth
+from shoal.cost.measure.memory import measure_growth
 from shoal.cost.measure.op_counter import count_ops
 from shoal.cost.step_profiler import StepProfiler
 from shoal.data import Data
@@ -152,7 +152,7 @@ def peaks_of_collectives(world: World, num: int, size: int) -> list[float]:
 
     found = []
     for each in (summed, gathered, gathered_into, scattered):
-        with track_growth(world.device) as grown, count_ops(grown):
+        with measure_growth(world.device) as grown, count_ops(grown):
             for _ in range(num):
                 each()
         found.append(grown.peak_bytes / values.nbytes)

@@ -214,7 +214,7 @@ def test_more_members_than_fit_wait_in_host_memory_and_train_the_same(threads: i
         assert_equal_members(copy_rows(population), copy_rows(resident), range(7))
         one, other = population.evaluate(batches), resident.evaluate(batches)
         assert all(torch.equal(one[name], other[name]) for name in other)
-        next(population.train(batches))  # the rest is never opened: its slots are free again
+        next(population.train(batches))  # the rest is never opened: its staging rows are free again
         population.step(batches[0])
 
 
@@ -306,7 +306,7 @@ def test_a_restored_population_chooses_anew_where_its_engine_does_not_fit(monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("resident", [None, 4])
 def test_members_on_a_gpu_equal_those_on_a_cpu(resident: int | None) -> None:
-    """Resident, and streamed through slots by copies on streams of their own."""
+    """Resident, and streamed through staging rows by copies on streams of their own."""
     batches = make_batches(6, NUM_SAMPLES)
     expected = make_population(7, factory=make_perceptron)
     row_bytes = expected.group.layout.row_bytes(1)

@@ -1,4 +1,4 @@
-"""Rows that pass through slots of a CUDA device, without one: streams that run as late or as early as events allow."""
+"""Rows that are staged on a CUDA device, without one: streams that run as late or as early as events allow."""
 
 from __future__ import annotations
 

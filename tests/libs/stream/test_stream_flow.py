@@ -104,7 +104,7 @@ def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
     assert Registry().get("stream@champion").manifest.run_id == run.id
 
 
-def test_what_could_not_work_is_rejected_before_anything_starts(tmp_path: Path) -> None:
+def test_what_could_not_work_is_rejected_before_anything_starts() -> None:
     with pytest.raises(DataError, match="no such file"):
         check_stream(StreamSpec(files=("nowhere.csv",)))
     with pytest.raises(ConfigError, match="learn_every=17"):

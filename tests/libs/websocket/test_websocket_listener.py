@@ -342,9 +342,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
         wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="the end of the session")
 
 
-def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_the_listener_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_the_listener_waits() -> None:
     class Full:
         """A listening socket for which the process has no descriptor, for as long as it says so."""
 

@@ -18,8 +18,6 @@ from shoal.actor.environment import make_environment, pick_action, reset_environ
 from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire.action_masks import find_choices
@@ -111,7 +109,7 @@ class Blinking(Rounds):
         return seen, {"a": 1.0}, {"a": has_ended}, {"a": False}, {}
 
 
-def test_ticks_in_which_no_agent_observes_pass_by_in_play_and_in_an_evaluation() -> None:
+def test_ticks_in_which_no_agent_observes_pass_by() -> None:
     client = RecordingClient()
     play(Blinking(), client, seed=1, max_steps=9)  # type: ignore[arg-type]
     for segment in client.segments:
@@ -119,12 +117,6 @@ def test_ticks_in_which_no_agent_observes_pass_by_in_play_and_in_an_evaluation()
         assert segment.observations[:, 0].tolist() == [1.5, 3.0, 4.5, 6.0]
     assert len(client.segments) == 3
     inspect_environment(RLSpec(env=f"{__name__}:Blinking"))
-
-    class Zeros:
-        def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> ActionAnswer:
-            return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, 1)
-
-    assert play_through([{"": Zeros()}], f"{__name__}:Blinking", 2, 0, {"": 16})[""].returns == [12.0, 12.0]
 
 
 class Words(Space[str]):

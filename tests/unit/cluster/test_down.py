@@ -16,7 +16,6 @@ import pytest
 from shoal.cli.commands import cluster as verbs
 from shoal.cluster import embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.forking import fork_client
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_cluster_processes, is_alive
 from shoal.errors import ClusterError, ConfigError, RunError
@@ -132,10 +131,13 @@ def test_a_path_that_ray_would_lose_is_refused_before_anything_starts(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_cluster, "_launch", None)
-    for place, name in ((sys, "executable"), (fork_client, "__file__")):
+    own = embedded_cluster.WorkerStart()
+    forking = embedded_cluster.WorkerStart(f"{folder}/fork.py")
+    for executable, starts in ((f"{folder}/python", own), (sys.executable, forking)):
         with monkeypatch.context() as moved:
-            moved.setattr(place, name, f"{folder}/python")
+            moved.setattr(sys, "executable", executable)
+            moved.setattr(embedded_cluster, "_find_worker_start", lambda _, starts=starts: starts)
             with pytest.raises(ConfigError, match=r"^path = .* with which Ray starts no worker. move it"):
                 embedded_cluster.start_cluster()
     monkeypatch.setattr(sys, "executable", "/a folder/ü$b/python")
-    embedded_cluster._require_plain_paths()
+    embedded_cluster._require_plain_paths(own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import pytest
 
 from shoal.actor import play
 from shoal.errors import ConfigError
-from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_metrics import combine_policies
 from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
@@ -150,52 +147,6 @@ def test_several_addresses_are_of_one_run_of_several_agents(runs: tuple[str, str
         client.run_id = run_id
     with pytest.raises(ConfigError, match=problem):
         play(SignGame(), clients, max_steps=10)  # type: ignore[arg-type]
-
-
-class LateGuest:
-    """A host plays three steps alone; a guest joins in every other episode."""
-
-    possible_agents = ("host", "guest")
-    episodes = 0
-
-    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        self.number, self.steps = LateGuest.episodes, 0
-        LateGuest.episodes += 1
-        return {"host": np.zeros(2)}, {}
-
-    def step(self, actions: dict[str, int]) -> tuple[dict[str, Any], ...]:
-        self.steps += 1
-        has_guest = self.number % 2 == 1 and self.steps > 1
-        agents = ["host", "guest"] if has_guest else ["host"]
-        over = dict.fromkeys(agents, self.steps == 3)
-        return {agent: np.zeros(2) for agent in agents}, dict.fromkeys(agents, 1.0), over, {}, {}
-
-    def observation_space(self, agent: str) -> None: ...
-
-
-class CountingConnection:
-    """Of an endpoint whose requests take two rows."""
-
-    def __init__(self, version: int) -> None:
-        self.version, self.rows = version, list[int]()
-
-    def insist(self, observations: np.ndarray, **inputs: Any) -> ActionAnswer:
-        self.rows.append(len(observations))
-        return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, self.version)
-
-
-def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is not in an episode does not count there."""
-    monkeypatch.setattr("shoal.flows.policy_evaluation.open_environment", lambda *_: nullcontext(LateGuest()))
-    connections = {"first": CountingConnection(4), "second": CountingConnection(7)}
-    policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
-    found = play_through([connections], "late", 4, 0, max_rows, policy_of=policy_of)
-    assert found["first"].returns == [3.0] * 4
-    assert found["second"].returns == [2.0] * 2
-    assert (found["first"].versions, found["second"].versions) == ({4}, {7})
-    assert connections["first"].rows == [2, 2] * 3
-    assert connections["second"].rows == [1, 1]
-    assert (found["first"].num_requests, found["second"].num_requests) == (6, 2)
 
 
 def test_metrics_of_several_policies_are_one_set() -> None:

@@ -169,7 +169,7 @@ def test_the_order_holds_whatever_an_endpoint_says(tmp_path: Path, hang_s: float
         EndpointSpec(name="app", drain_s=2 * time_limits.HARD_STOP_S)
 
 
-def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
+def test_the_limits_are_those_that_hold() -> None:
     spec = EndpointSpec(name="one")
     assert (spec.hang_s, spec.drain_s) == (time_limits.HANG_S, time_limits.DRAIN_S)
     for each in (Client, AsyncClient):

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shoal.parallel.model import ParallelModel
-
 
 @dataclass
 class MemoryGrowth:
@@ -48,13 +46,13 @@ def now_us() -> float:
 
 
 @contextmanager
-def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
+def measure_growth(device: torch.device) -> Iterator[MemoryGrowth]:
     """Observe the allocations of this thread, and of Gloo's threads for it, in the body."""
     gc.collect()  # earlier garbage that is freed in the body would be subtracted
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _track_allocations(device) as growth:
+        with _observe_allocations(device) as growth:
             yield growth
     finally:
         if was_enabled:
@@ -62,7 +60,7 @@ def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
 
 
 @contextmanager
-def _track_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
+def _observe_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
     growth = MemoryGrowth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -109,14 +107,6 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 def to_local(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def allocate_averages(model: ParallelModel) -> list[Tensor]:
-    """Tensors of the size of an average of the weights on this rank; at least float32, as a run stores it."""
-    saved = model.model_state()
-    here = [to_local(parameter) for name, parameter in model.named_parameters() if name in saved]
-    numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
-    return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]
 
 
 def state_of(modules: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:

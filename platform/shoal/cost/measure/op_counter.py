@@ -32,7 +32,7 @@ RELEASE_S = 0.015  # after a collective: Gloo's thread wakes the caller first
 class OpCounts:
     """The counts between entering and leaving.
 
-    resident_bytes: of earlier storages: named by `track`, or used by the forward pass
+    resident_bytes: of earlier storages: named by `include`, or used by the forward pass
     peak_bytes:     the most that was alive at once, including resident_bytes
     saved_bytes:    alive when the first backward pass began, without resident_bytes: the activations
     collectives:    by their ranks: how many collectives, and the bytes that this rank sends in them
@@ -83,7 +83,7 @@ class OpCounter(TorchDispatchMode):
         self._peak_bytes = self._recent_bytes = 0
         self._in_backward = False
 
-    def track(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
+    def include(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
         """Count these as existing from the beginning, used or not."""
         for storage in (*(each for tensor in tensors for each in storages_of(tensor)), *storages):
             self._note_storage(storage, is_new=False)
@@ -216,7 +216,7 @@ def count_ops(
     """
     meter = OpCounter(grown or MemoryGrowth(), is_fake)
     meter.exclude(elsewhere)
-    meter.track(resident, buckets)
+    meter.include(resident, buckets)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: Any, size: int) -> Any:

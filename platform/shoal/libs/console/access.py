@@ -128,7 +128,7 @@ class Access:
         return self._sessions.get(session, 0.0) > time.monotonic()
 
 
-class Guard:
+class ProtectedApp:
     """The console's application, behind `access`. `scope["state"]["may_write"]` tells it who asks."""
 
     def __init__(self, app: App, access: Access) -> None:
@@ -139,7 +139,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
-        async def send_guarded(message: MutableMapping[str, Any]) -> None:
+        async def send_protected(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 own = {name.lower() for name, _ in message["headers"]}
                 added = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in own]
@@ -151,15 +151,15 @@ class Guard:
         scope.setdefault("state", {})["may_write"] = may_write = self._access.is_session(session)
         rejection = self._access.find_rejection(scope["method"], scope["path"], headers, may_write=may_write)
         if rejection is not None:
-            await send_text(send_guarded, *rejection)
+            await send_text(send_protected, *rejection)
         elif scope["path"] == "/login" and scope["method"] == "POST":
             is_own = self._access.is_own_origin(headers.get("origin", "null"))
-            await self._log_in(receive, send_guarded, is_own)
+            await self._log_in(receive, send_protected, is_own)
         elif scope["path"] == "/logout" and scope["method"] == "POST":
             self._access.end_session(session)
-            await send_text(send_guarded, 204, "")
+            await send_text(send_protected, 204, "")
         else:
-            await self._app(scope, receive, send_guarded)
+            await self._app(scope, receive, send_protected)
 
     async def _log_in(self, receive: Receive, send: Send, is_own: bool) -> None:
         """With the token by the console's own page, with a code by any: that of `--open` is a file."""

@@ -5,7 +5,7 @@ from shoal.plugins.library import Library
 LIBRARY = Library(
     "console",
     verbs={
-        "console": ("shoal.libs.console.command:console", "Show runs, models and endpoints in the browser."),
+        "console": ("shoal.libs.console.job:console", "Show runs, models and endpoints in the browser."),
         "report": ("shoal.libs.console.report:report", "Write the one-page HTML report of a run."),
     },
     extensions={"shoal.reports": {"page": "shoal.libs.console.report:write_page"}},

@@ -31,8 +31,7 @@ from shoal.extend.runs import (
     list_counts,
     summarize_metrics,
 )
-from shoal.plugins.find import load_reference
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.find import find_optional
 
 MAX_EVENTS = 500
 MAX_DRAWN = 8
@@ -194,9 +193,8 @@ COMMON = RunPanels(
 
 def find_panels(kind: RunKind) -> RunPanels:
     """Those of every run, and those of the kind. Raises ValueError where the kind's cannot be imported."""
-    reference = collect_extensions(PANELS).get(kind)
-    if reference is None:
+    own: RunPanels | None = find_optional(kind, PANELS)
+    if own is None:
         return COMMON
-    own: RunPanels = load_reference(reference)
     hidden = (*COMMON.hidden, *own.hidden)
     return RunPanels({**COMMON.titles, **own.titles}, {**COMMON.cards, **own.cards}, hidden, own.panels)

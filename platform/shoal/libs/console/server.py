@@ -25,9 +25,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.libs.console import films_api, live, runs_api
-from shoal.libs.console.access import Access, Guard
+from shoal.libs.console.access import Access, ProtectedApp
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
+from shoal.libs.console.serving import endpoints_api, models_api, try_api
 from shoal.libs.console.serving.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
@@ -36,7 +36,7 @@ FIRST_REQUEST_S = 10.0  # after which a connection ends that has asked for nothi
 MAX_OPEN_FILES = 20_000
 
 
-def build_app(access: Access) -> Guard:
+def build_app(access: Access) -> ProtectedApp:
     """The console as an ASGI application."""
     digest = hashlib.sha256()
     for path in sorted(STATIC.rglob("*")):
@@ -59,13 +59,12 @@ def build_app(access: Access) -> Guard:
         *models_api.ROUTES,
         *endpoints_api.ROUTES,
         *try_api.ROUTES,
-        *cluster_api.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
     app.state.access = access
-    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(cluster_api.read_clusters)
-    return Guard(app, access)
+    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(endpoints_api.read_clusters)
+    return ProtectedApp(app, access)
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

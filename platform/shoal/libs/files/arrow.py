@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.data import FieldDataset, Fields, parse_fields, require_path
+from shoal.libs.files.fields import FieldDataset, Fields, parse_fields, require_path
 from shoal.store import fetch
 
 with needs_extra("data"):

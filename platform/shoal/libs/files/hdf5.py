@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.data import (
-    FieldDataset,
-    Fields,
-    Indices,
-    check_equal_lengths,
-    parse_fields,
-    require_path,
-)
+from shoal.extend.data import Indices
+from shoal.libs.files.fields import FieldDataset, Fields, check_equal_lengths, parse_fields, require_path
 
 with needs_extra("data"):
     import h5py

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError
-from shoal.extend.data import FileDataset, Indices, as_tensor, check_equal_lengths, require_path
+from shoal.extend.data import FileDataset, Indices
+from shoal.libs.files.fields import as_tensor, check_equal_lengths, require_path
 from shoal.store import fetch
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.data import FileDataset, Indices, require_path
+from shoal.extend.data import FileDataset, Indices
+from shoal.libs.files.fields import require_path
 from shoal.store import fetch
 
 with needs_extra("data"):

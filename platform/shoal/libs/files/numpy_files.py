@@ -12,12 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from shoal.errors import DataError
-from shoal.extend.data import (
-    FieldDataset,
-    check_equal_lengths,
-    name_positions,
-    require_path,
-)
+from shoal.libs.files.fields import FieldDataset, check_equal_lengths, name_positions, require_path
 
 _REMEDY = "save an array of numbers with the sample as dimension 0"
 _READ_ERRORS = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)

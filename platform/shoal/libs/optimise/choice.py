@@ -82,7 +82,7 @@ def choose(measured: Sequence[Measurement], is_within: Sequence[bool], cost: Cos
     return min(fitting, key=lambda index: (measured[index].get_cost(cost), measured[index].latency_s), default=0)
 
 
-def find_front(measured: Sequence[Measurement], metric: str, is_higher_better: bool, cost: Cost) -> list[int]:
+def find_pareto_front(measured: Sequence[Measurement], metric: str, is_higher_better: bool, cost: Cost) -> list[int]:
     """The indices of those that no other beats in both quality and cost, cheapest first."""
     sign = 1.0 if is_higher_better else -1.0
     order = sorted(

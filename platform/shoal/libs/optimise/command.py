@@ -31,7 +31,7 @@ from shoal.extend.cli import (
 )
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
-from shoal.libs.optimise.choice import MaxDrop, find_front
+from shoal.libs.optimise.choice import MaxDrop, find_pareto_front
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
@@ -128,7 +128,7 @@ def optimise(
         click.echo(json.dumps(values))
     else:
         _show(outcome, request)
-    files = {"png": plot_front(outcome, request), "json": json.dumps(values, indent=2).encode()}
+    files = {"png": plot_pareto_front(outcome, request), "json": json.dumps(values, indent=2).encode()}
     paths = write_files(folder, f"optimise-{outcome.teacher.name}-{outcome.teacher.version}", files)
     if not as_json:
         for path in paths:
@@ -138,7 +138,7 @@ def optimise(
 def _show(outcome: Outcome, request: OptimiseRequest) -> None:
     numbers = (outcome.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
-    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
+    front = find_pareto_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -210,10 +210,10 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def plot_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
+def plot_pareto_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
     """A PNG: each model as a point, the front as a line, the limit of the drop as another."""
     label, scale = _COSTS[request.cost]
-    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
+    front = find_pareto_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
     costs = [each.get_cost(request.cost) * scale for each in outcome.measured]
     scores = [each.metrics[outcome.metric] for each in outcome.measured]
     models = [

@@ -21,7 +21,7 @@ import torch
 from shoal.batch_tree import count_samples, tensors_of
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, OutOfMemory
-from shoal.extend.cost import bytes_of, count_ops, state_of, track_growth
+from shoal.extend.cost import bytes_of, count_ops, measure_growth, state_of
 from shoal.extend.data import length_of, load_first_batch
 from shoal.extend.parallel import World
 from shoal.extend.runs import format_size as in_bytes
@@ -253,7 +253,7 @@ def measure_step(parts: TrainComponents, batch: Any, device: torch.device) -> tu
     parts.optimizer.zero_grad()
     there = state_of(parts.model.modules, parts.optimizer)
     resident_bytes = bytes_of([*there["parameters"], *there["optimizer"], *tensors_of(batch)])
-    with track_growth(device) as grown, count_ops(grown):  # under a counter, cells of trees allocate in torch
+    with measure_growth(device) as grown, count_ops(grown):  # under a counter, cells of trees allocate in torch
         _run_step(parts, batch, 1)
     seconds: list[float] = []
     while not seconds or (len(seconds) < NUM_TIMED and sum(seconds) < TIMED_S):

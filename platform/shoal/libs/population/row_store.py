@@ -1,12 +1,12 @@
 """Where the rows of members live, and where they are computed: on the device, or, when more than fit, in host memory.
 
-Owns the rows and the copies. Members in host memory pass through slots on the device: while a chunk is computed, the
-next one is loaded and the last one stored. On a CUDA device copies run on streams of their own, from pinned memory; on
-a CPU in a thread. No files. Called by MemberGroup; a chunk is opened by one thread at a time.
+Owns the rows and the copies. Members in host memory pass through staging rows on the device: while a chunk is computed,
+the next one is loaded and the last one stored. On a CUDA device copies run on streams of their own, from pinned memory;
+on a CPU in a thread. No files. Called by MemberGroup; a chunk is opened by one thread at a time.
 
 | queue | capacity | blocks | unblocked by | close() |
 |---|---|---|---|---|
-| free slots | two a thread, or as many as fit | the loader, when all are in use | a chunk that ends | ends the loader |
+| free staging rows | two a thread, or what fits | the loader, when all are in use | a chunk's end | ends the loader |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.libs.population.member_rows import MemberRows, RowLayout
 Part = tuple[int, int]  # the first row, and how many
 
 
-class _Slot:
+class _DeviceRows:
     """Rows on the device for a chunk. On a CUDA device `loaded` comes when they may be read, and `released` when they
     may be written again: neither a kernel nor a copy reads them any longer, and their allocation is complete."""
 
@@ -56,7 +56,7 @@ class RowStore:
     ) -> None:
         self.device, self.is_resident = device, resident is None or resident >= num_members
         self.max_chunk = num_members
-        self._loads: dict[Part, Future[_Slot]] = {}
+        self._loads: dict[Part, Future[_DeviceRows]] = {}
         self._loader: ThreadPoolExecutor | None = None
         self._narrowed: dict[Part, MemberRows] = {}
         self._streams: list[torch.cuda.Stream] | None = None  # of loads and of stores
@@ -64,12 +64,12 @@ class RowStore:
             self._rows = MemberRows(layout, num_members, slots, device)
             return
         assert resident is not None
-        num_slots = min(2 * threads, resident)
-        self.max_chunk = resident // num_slots
+        num_staged = min(2 * threads, resident)
+        self.max_chunk = resident // num_staged
         self._rows = MemberRows(layout, num_members, slots, "cpu", has_gradients=False, is_pinned=device.type == "cuda")
-        self._free: queue.Queue[_Slot] = queue.Queue()
-        for _ in range(num_slots):
-            self._free.put(_Slot(MemberRows(layout, self.max_chunk, slots, device), device))
+        self._free: queue.Queue[_DeviceRows] = queue.Queue()
+        for _ in range(num_staged):
+            self._free.put(_DeviceRows(MemberRows(layout, self.max_chunk, slots, device), device))
         self._loader = ThreadPoolExecutor(1, "population-loader")
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -83,7 +83,7 @@ class RowStore:
 
     @contextmanager
     def loading(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Load the parts in this order, as slots become free; within, each may be opened once, in the same order."""
+        """Load the parts in this order, as staging rows become free; within, each may be opened once, in that order."""
         if self._loader is None:
             yield
             return
@@ -106,11 +106,11 @@ class RowStore:
                 self._narrowed[part] = self._rows.narrow(*part)
             yield self._narrowed[part]
             return
-        slot = self._loads.pop(part).result()
+        staged = self._loads.pop(part).result()
         try:
-            if slot.loaded is not None:
-                torch.cuda.current_stream(self.device).wait_event(slot.loaded)
-            rows = slot.rows.narrow(0, part[1])
+            if staged.loaded is not None:
+                torch.cuda.current_stream(self.device).wait_event(staged.loaded)
+            rows = staged.rows.narrow(0, part[1])
             yield rows
             if is_changed:
                 sources, targets = rows.state(), self._rows.narrow(*part).state()
@@ -119,30 +119,30 @@ class RowStore:
                 with torch.cuda.stream(self._streams[1]) if self._streams is not None else nullcontext():
                     _copy(sources, targets)
         finally:
-            if self._streams is not None:  # the kernels of the chunk and its copy to the host read the slot until then
-                assert slot.released is not None
+            if self._streams is not None:  # the kernels of the chunk and its copy to the host read it until then
+                assert staged.released is not None
                 self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
-                slot.released.record(self._streams[1])
-            self._free.put(slot)
+                staged.released.record(self._streams[1])
+            self._free.put(staged)
 
     def close(self) -> None:
         """End the loader. Idempotent."""
         if self._loader is not None:
             self._loader.shutdown()
 
-    def _load(self, part: Part) -> _Slot:
-        slot = self._free.get()
-        sources, targets = self._rows.narrow(*part).state(), slot.rows.narrow(0, part[1]).state()
+    def _load(self, part: Part) -> _DeviceRows:
+        staged = self._free.get()
+        sources, targets = self._rows.narrow(*part).state(), staged.rows.narrow(0, part[1]).state()
         if self._streams is None:
             _copy(sources, targets)
-            return slot
-        assert slot.loaded is not None
-        assert slot.released is not None
+            return staged
+        assert staged.loaded is not None
+        assert staged.released is not None
         with torch.cuda.stream(self._streams[0]):
-            slot.released.wait()
+            staged.released.wait()
             _copy(sources, targets)
-            slot.loaded.record()
-        return slot
+            staged.loaded.record()
+        return staged
 
 
 @torch.no_grad()

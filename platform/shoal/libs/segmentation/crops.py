@@ -43,7 +43,7 @@ class _Photographs:
         height, width = each.classes.shape
         rows, columns = np.arange(top, top + size), np.arange(start, start + size)
         is_inside = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
-        down, right = mirror(rows, height)[:, None], mirror(columns, width)
+        down, right = reflect(rows, height)[:, None], reflect(columns, width)
         classes = np.where(is_inside, each.classes[down, right], IGNORED).astype(np.uint8)
         return each.picture[:, down, right], classes, self._skeletons[number][down, right] & is_inside
 
@@ -128,7 +128,7 @@ class EvaluationTiles(_Photographs):
         return self._take_all((self._corners[index] for index in indices), self.size)
 
 
-def mirror(positions: np.ndarray, size: int) -> np.ndarray:
+def reflect(positions: np.ndarray, size: int) -> np.ndarray:
     """Positions folded into 0 to size - 1."""
     period = max(2 * (size - 1), 1)
     folded = positions % period
@@ -181,10 +181,10 @@ def _draw_grid(pictures: Tensor, size: int, chosen: Distortion) -> Tensor:
     is_warped = torch.rand(num) < chosen.warped
     angles = torch.deg2rad(_uniform(num, chosen.rotation)) * is_warped
     scales = torch.exp(_uniform(num, math.log(chosen.scale)) * is_warped)
-    mirror = torch.where(torch.rand(num) < 0.5, -1.0, 1.0) if chosen.flips else torch.ones(num)
+    flip = torch.where(torch.rand(num) < 0.5, -1.0, 1.0) if chosen.flips else torch.ones(num)
     cosine, sine = angles.cos() / scales, angles.sin() / scales
     still = torch.zeros(num)
-    matrix = torch.stack([mirror * cosine, -sine, still, mirror * sine, cosine, still], 1).view(num, 2, 3)
+    matrix = torch.stack([flip * cosine, -sine, still, flip * sine, cosine, still], 1).view(num, 2, 3)
     grid = functional.affine_grid(matrix * (size / side), [num, 1, size, size], align_corners=False)
     if chosen.elastic:
         nodes = (2 * torch.rand(num, 2, 5, 5) - 1) * chosen.elastic * is_warped.view(-1, 1, 1, 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import DataError, InferenceError
-from shoal.libs.segmentation.crops import mirror
+from shoal.libs.segmentation.crops import reflect
 from shoal.libs.segmentation.photographs import decode_picture, encode_mask, find_region, shrink_picture
 from shoal.libs.segmentation.scores import measure_lengths
 
@@ -185,8 +185,8 @@ def _pad(picture: Tensor, tile: int) -> Tensor:
         return picture
     for axis, more in ((1, down), (2, right)):
         size = picture.shape[axis]
-        mirrored = torch.from_numpy(mirror(np.arange(size + more), size))  # as often as it takes
-        picture = picture.index_select(axis, mirrored.to(picture.device))
+        reflected = torch.from_numpy(reflect(np.arange(size + more), size))  # as often as it takes
+        picture = picture.index_select(axis, reflected.to(picture.device))
     return picture
 
 

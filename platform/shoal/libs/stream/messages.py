@@ -6,23 +6,52 @@ objects, so that a trainer cannot tell them apart. Knows neither torch nor a bro
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shoal.search.space import flatten
-from shoal.sources.source import Delivery, MalformedPayload, Payload, hash_message, reject_payload
+from shoal.sources import Delivery, MalformedPayload
 
+MAX_SHOWN_CHARS = 200
 MAX_NAME_CHARS = 200
 MAX_NAME_LEVELS = 100  # mosquitto ends the connection of a client that publishes to a topic of more than 200
 LARGEST_NUMBER = 1e100  # squares of larger ones overflow, and with them a sensor's scaler
 VALUE, TIME = "value", "time"
 FIRST_MS = 1e11  # a time from here on is in milliseconds: in seconds, it is the year 5138
 SWITCHES = {"on": 1.0, "off": 0.0, "true": 1.0, "false": 0.0}
+
+
+def reject_payload(topic: str, payload: bytes, problem: str, reason: str = "other") -> MalformedPayload:
+    """What is wrong with a payload, and how it begins."""
+    return MalformedPayload(topic, problem, payload[:MAX_SHOWN_CHARS].decode(errors="backslashreplace"), reason)
+
+
+def hash_message(topic: str, payload: bytes) -> int:
+    """64 bits, in place of a publisher's sequence."""
+    return int.from_bytes(hashlib.blake2b(topic.encode() + b"\0" + payload, digest_size=8).digest(), "big")
+
+
+class Payload(NamedTuple):
+    """What a broker delivers, with what is known of it.
+
+    publisher:  "" where it is not said
+    sequence:   None where the publisher does not count
+    packet_id:  the broker's, the same when it sends the message again, as `is_redelivered`; 0: it never does
+    """
+
+    topic: str
+    content: bytes
+    publisher: str
+    sequence: int | None
+    received_s: float
+    packet_id: int = 0
+    is_redelivered: bool = False
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):

@@ -20,11 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import ConfigError, DataError, needs_extra, summarize_error
+from shoal.libs.stream.messages import Payload, hash_message, reject_payload
 from shoal.libs.stream.spec import MqttSpec
-from shoal.sources.source import Delivery, MalformedPayload, Parser, Payload, SampleParser, StreamState
+from shoal.sources import Delivery, MalformedPayload, Sample, StreamState
 
 with needs_extra("stream"):
     from paho.mqtt import client as paho
@@ -47,6 +48,30 @@ class _Arrival(NamedTuple):
     connection: int
     packet: paho.MQTTMessage
     received_s: float
+
+
+class Parser(Protocol):
+    """Makes messages of payloads."""
+
+    def parse(self, payload: Payload) -> Delivery:
+        """The messages of a payload, and what is wrong with it."""
+        ...
+
+
+class SampleParser:
+    """Makes samples by a user's function of (topic, payload), which raises ValueError for what is no sample."""
+
+    def __init__(self, decode: Callable[[str, bytes], Any]) -> None:
+        self._decode = decode
+
+    def parse(self, payload: Payload) -> Delivery:
+        try:
+            value = self._decode(payload.topic, payload.content)
+        except ValueError as error:
+            return Delivery(malformed=[reject_payload(payload.topic, payload.content, str(error))])
+        if not payload.publisher or payload.sequence is None:
+            return Delivery([Sample(value, "", hash_message(payload.topic, payload.content))])
+        return Delivery([Sample(value, payload.publisher, payload.sequence)])
 
 
 class MqttSource:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_extension, find_optional
 from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
 from shoal.wire import ExperienceSpec, Segment
 
@@ -97,12 +97,12 @@ class DemonstrationSite:
     def check(self) -> None:
         """Raise ConfigError where `spec.source` has none, and for those that do not fit."""
         if self.spec.source:
-            find_extension("check", GROUP, {})(self)
+            find_extension("check", GROUP)(self)
 
     def prepare(self) -> None:
         """Copy those of `spec.source`, once in a run. Raises ConfigError as `check` does."""
         if self.spec.source:
-            find_extension("prepare", GROUP, {})(self)
+            find_extension("prepare", GROUP)(self)
 
     def open_recorder(self) -> DemonstrationRecorder | None:
         """None without the extension."""
@@ -117,8 +117,5 @@ class DemonstrationSite:
         return cast("ShownExperience | None", self._open("learner"))
 
     def _open(self, name: str, *arguments: object) -> object:
-        try:
-            opener = find_extension(name, GROUP, {})
-        except ValueError:
-            return None
-        return opener(self, *arguments)
+        opener = find_optional(name, GROUP)
+        return None if opener is None else opener(self, *arguments)

@@ -49,7 +49,7 @@ class ReplicaWorker:
         name = serve.get_replica_context().replica_id.unique_id
         workers = None
         if spec.split is not None:
-            workers = await asyncio.to_thread(find_extension(spec.split, PREDICTORS, {}), spec)
+            workers = await asyncio.to_thread(find_extension(spec.split, PREDICTORS), spec)
         self._replica = EndpointReplica(name, spec, live, controller, workers)
         await self._replica.start()
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one

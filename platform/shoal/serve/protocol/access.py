@@ -133,7 +133,7 @@ class AccessControl:
         hashed = digest(key.key.get_secret_value())
         bucket = TokenBucket(self._clock())
         holder = _KeyHolder(caller, hashed, key.requests_per_s, key.burst, bucket, key.expires)
-        self._holders[self._hash_slot(hashed)] = holder
+        self._holders[self._hash_digest(hashed)] = holder
 
     def admit(
         self,
@@ -237,10 +237,10 @@ class AccessControl:
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
         hashed = hash_bytes(authorization[len(_SCHEME) :].strip())
-        holder = self._holders.get(self._hash_slot(hashed))
+        holder = self._holders.get(self._hash_digest(hashed))
         return holder if holder is not None and hmac.compare_digest(holder.digest, hashed) else None
 
-    def _hash_slot(self, digest: bytes) -> bytes:
+    def _hash_digest(self, digest: bytes) -> bytes:
         """A digest's slot in the table. No caller can compute it, so the time of a look-up reveals nothing about
         keys."""
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()

@@ -203,7 +203,7 @@ class EndpointApp:
     ) -> None:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
-            others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
+            others[name] = find_extension(name, PROTOCOLS)(manager, access, limits, tracer)
         self._root = root.rstrip("/")
         self._rest = rest
         self._origins = origins

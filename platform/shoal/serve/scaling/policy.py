@@ -161,7 +161,7 @@ class ScalePolicy:
         self._history: deque[tuple[float, float, float]] = deque()  # time, requests and loop time until then
         self._needs: deque[tuple[float, int]] = deque()  # time and need, later needs lower
         self._curve: tuple[tuple[int, float], ...] = ()
-        self._make_capacity: Callable[[list[float], float], CapacityModel] = find_extension("simulated", GROUP, {})
+        self._make_capacity: Callable[[list[float], float], CapacityModel] = find_extension("simulated", GROUP)
         self._capacity: CapacityModel | None = None
         self._requested_s = self._learned_s = -math.inf
         self._began_s, self._planned = math.inf, -1

@@ -78,7 +78,7 @@ class LaunchReplicas(Protocol):
 
 def find_launcher(spec: TrainSpec) -> LaunchReplicas:
     """What launches a run of replicas. Raises ValueError when it cannot be imported."""
-    launch: LaunchReplicas = find_extension(spec.applied_sync.launch, LAUNCHERS, {})
+    launch: LaunchReplicas = find_extension(spec.applied_sync.launch, LAUNCHERS)
     return launch
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.data import Loader
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_in_library
 from shoal.train.loop.split_check import SplitCheck
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task
@@ -63,12 +63,7 @@ def evaluate(
 def load_sample_sheet() -> Callable[[int, Path, Task], Any]:
     """What draws predictions of validation samples: made of their number, the run's folder and the Task, it has
     `observe(outputs, batch)` and `write(step, epoch)`. Raises ConfigError without a library that does."""
-    try:
-        made: Callable[[int, Path, Task], Any] = find_extension("samples", "shoal.films", {})
-    except ValueError as error:
-        raise ConfigError(
-            "evaluate.samples", "", str(error), "install the library films of Shoal, or leave it"
-        ) from None
+    made: Callable[[int, Path, Task], Any] = find_in_library("samples", "shoal.films", "films", "evaluate.samples")
     return made
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from shoal.checkpoint.stored import open_run_store
 from shoal.cost import MEASURED
-from shoal.cost.measure.peak_flops import measure_peak_flops
-from shoal.cost.step_profiler import StepProfiler
+from shoal.cost.step_profiler import StepProfiler, measure_peak_flops
 from shoal.errors import NotFinite, TrainError, WeightsError
 from shoal.parallel import World
 from shoal.runs.event_messages import NO_CHECKPOINT

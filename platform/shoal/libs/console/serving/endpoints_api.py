@@ -1,13 +1,16 @@
-"""Endpoints as they are now: rates, latencies, versions and their evidence; changes, the audit log, what was printed.
+"""Endpoints and clusters as they are now. Of an endpoint: rates, latencies, versions and their evidence; changes, the
+audit log, what was printed. Of this host's clusters, those of `shoal up`, of $RAY_ADDRESS and of runs: nodes and jobs.
 
 The endpoint's own interface is asked, with the access token, which no browser gets. Changes go there too: the audit log
-has them with the caller `administrator (console)`.
+has them with the caller `administrator (console)`. Clusters' dashboards are asked, over HTTP: the console joins no
+cluster and imports no Ray.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,9 +22,10 @@ from starlette.routing import Route
 
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, list_endpoints, token_for
-from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.extend.cli import EndpointLogs, list_jobs_by_endpoint
-from shoal.extend.cluster import list_clusters
+from shoal.errors import ClusterError, ConfigError, RunError, ShoalError
+from shoal.extend.cli import EndpointLogs, describe_status, list_jobs_by_endpoint
+from shoal.extend.cluster import ClusterHandle, connect, list_clusters, list_jobs, list_nodes, list_reservations
+from shoal.extend.runs import mask_command_line
 from shoal.extend.serve import EndpointStatus, read_audit_log
 from shoal.home import home
 from shoal.libs.console.answers import PROGRAM, answer_json, require_session, with_fields
@@ -29,7 +33,7 @@ from shoal.libs.console.serving.readings import SharedReading, wait_for_all
 
 STATUS_TIMEOUT_S = 5.0
 CHANGES = ("promote", "rollback", "canary", "shadow")
-MAX_AUDIT, MAX_LINES = 200, 1000
+MAX_AUDIT, MAX_LINES, MAX_JOBS = 200, 1000, 50
 
 
 class Endpoints:
@@ -129,10 +133,51 @@ def list_log_lines(request: Request) -> Response:
     return answer_json(lines[-MAX_LINES:])
 
 
+def read_clusters() -> dict[str, Any]:
+    """What runs and waits on this host, and each cluster: one that does not answer has its `problem` there."""
+    status = describe_status(None)
+    return {
+        **{name: status[name] for name in ("queue", "runs", "detached")},
+        "clusters": [_describe_cluster(each) for each in list_clusters()],
+    }
+
+
+def _describe_cluster(cluster: ClusterHandle) -> dict[str, Any]:
+    described = {"address": cluster.address, "dashboard_url": cluster.dashboard_url}
+    try:
+        with connect(cluster) as client:
+            nodes, reservations = list_nodes(client), list_reservations(client)
+        jobs = list_jobs(cluster)[:MAX_JOBS]
+    except ShoalError as error:
+        return {**described, "problem": str(error)}
+    return {
+        **described,
+        "nodes": [asdict(each) for each in nodes],
+        "reservations": [asdict(each) for each in reservations],
+        "jobs": [
+            {
+                "id": job.submission_id,
+                "status": job.status.value,
+                "started_at": job.started_at_s,
+                "command": mask_command_line(job.entrypoint),
+            }
+            for job in jobs
+        ],
+    }
+
+
+def describe_clusters(request: Request) -> Response:
+    """The newest reading of all of them."""
+    reading: SharedReading[dict[str, Any]] = request.app.state.clusters
+    found = reading.get()
+    return answer_json({**(found or {}), "problem": reading.problem, "read_at": reading.read_at})
+
+
 ROUTES = [
     Route("/api/endpoints", list_all),
     Route("/api/endpoints/{endpoint}", describe_endpoint),
     Route("/api/endpoints/{endpoint}/audit", list_audit),
     Route("/api/endpoints/{endpoint}/logs", list_log_lines),
     Route("/api/endpoints/{endpoint}/models/{model}/rollout", with_fields(change), methods=["POST"]),
+    Route("/api/cluster", describe_clusters),
 ]

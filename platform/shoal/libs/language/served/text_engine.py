@@ -24,10 +24,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.extend.serve import SHADOW_WEIGHT, LoadedModel, ServedModel, StepQueue, Track
+from shoal.extend.serve import SHADOW_WEIGHT, LoadedModel, ServedModel, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
 from shoal.libs.language.served.registered_adapters import MAX_ADAPTERS, RegisteredAdapter
+from shoal.libs.language.served.step_queue import StepQueue
 from shoal.libs.language.served.text_statistics import TextStatistics
 
 MAX_UNREAD = 4096

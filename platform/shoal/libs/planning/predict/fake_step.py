@@ -6,17 +6,19 @@ are not read.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.batch_tree import tensors_of
-from shoal.extend.cost import FakeMode, assume_cuda, bytes_of, copy_model, use_fake_tensors
+from shoal.extend.cost import FakeMode, assume_cuda, bytes_of, use_fake_tensors
 from shoal.extend.data import Data, load_first_batch
 from shoal.extend.parallel import ParallelDims, ParallelSpec, TaskProtocol, TensorPlan, apply, fsdp_layout, plan
 from shoal.extend.train import Task, TrainSpec
@@ -190,3 +192,12 @@ def scale_share_thresholds(share: float) -> Iterator[None]:
         yield
     finally:
         fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = before
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A copy of a fake model, in the mode of its tensors."""
+    copies: dict[int, Any] = {}  # `deepcopy` of a tensor would read its memory
+    for each in [*model.parameters(), *model.buffers()]:
+        new = torch.empty_like(each.detach())
+        copies[id(each)] = nn.Parameter(new, each.requires_grad) if isinstance(each, nn.Parameter) else new
+    return copy.deepcopy(model, copies)

@@ -16,10 +16,10 @@ from itertools import count, pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.extend.cost import CostTable, OpCounts, allocate_averages, combine_ranks, profile_step
+from shoal.extend.cost import CostTable, OpCounts, combine_ranks, profile_step, to_local
 from shoal.extend.parallel import ParallelDims, ParallelModel, PipelineModel, StagePartition, parallelize
 from shoal.extend.train import Task, TrainSpec, make_optimizer
 from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
@@ -241,3 +241,11 @@ def _find_peaks(counts: OpCounts) -> tuple[float, ...]:
     ends = (0, first, (first + last) // 2, last, len(counts.live_bytes))
     parts = (counts.live_bytes[begin:end] for begin, end in pairwise(ends))
     return tuple(float(counts.resident_bytes + max(part, default=0)) for part in parts)
+
+
+def allocate_averages(model: ParallelModel) -> list[Tensor]:
+    """Tensors of the size of an average of the weights on this rank; at least float32, as a run stores it."""
+    saved = model.model_state()
+    here = [to_local(parameter) for name, parameter in model.named_parameters() if name in saved]
+    numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
+    return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -11,30 +14,29 @@ import gymnasium
 import numpy as np
 import pytest
 
+from shoal.client import Answer
 from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_connection import (
-    ActionAnswer,
-    PolicyAddress,
-    PolicyConnection,
-    connect_policy,
-    wait_for_version,
-)
-from shoal.flows.policy_evaluation import (
+from shoal.flows.evaluation import Evaluation, record_evaluation
+from shoal.libs.evaluation.connection import PolicyAddress, PolicyConnection, ask_policy, wait_for_version
+from shoal.libs.evaluation.episode_player import (
     NUM_RESAMPLES,
     TRIAL_SEED,
-    Evaluation,
     evaluate_policies,
     hold_trial,
     is_sure,
-    play_through,
-    record_evaluation,
+    resample_means,
 )
+from shoal.libs.evaluation.episodes import play_through
 from shoal.runs import RunRecorder
 
 
 def _played(returns: list[float]) -> Evaluation:
     return Evaluation(returns, 0, {1}, 1.0)
+
+
+def answer(version: int = 3, **outputs: np.ndarray) -> Answer:
+    return Answer(outputs, version, "policy")
 
 
 def play_alone(connection: object, env: str, num_episodes: int, seed: int, max_rows: int, **words: float) -> Evaluation:
@@ -51,7 +53,7 @@ def test_an_evaluation_that_no_agent_took_part_in_is_not_recorded() -> None:
 
 
 def test_equal_returns_have_one_mean() -> None:
-    assert set(_played([500.0] * 20).resample_means(20)) == {500.0}
+    assert set(resample_means(_played([500.0] * 20), 20)) == {500.0}
 
 
 @pytest.mark.parametrize(("num_low", "num_played"), [(8, 16), (3, 60), (1, 40)])
@@ -61,7 +63,7 @@ def test_the_probability_of_a_miss_is_the_binomial_one_where_there_are_two_retur
     low = num_low / num_played
     exact = sum(math.comb(20, count) * low**count * (1 - low) ** (20 - count) for count in range(2, 21))
     returns = [200.0] * num_low + [500.0] * (num_played - num_low)
-    found = np.mean(_played(returns).resample_means(20) < 475.0)  # one low return in twenty gives 485, two 470
+    found = np.mean(resample_means(_played(returns), 20) < 475.0)  # one low return in twenty gives 485, two 470
     assert found == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / NUM_RESAMPLES))
 
 
@@ -156,19 +158,17 @@ class AlwaysLeft:
     def __init__(self, max_rows: int = 64) -> None:
         self._max_rows = max_rows
 
-    def insist(
-        self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
-    ) -> ActionAnswer:
+    def insist(self, observations: np.ndarray, masks: np.ndarray | None = None) -> Answer:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
-        return ActionAnswer({"action": np.zeros(len(observations), np.int64)}, 3)
+        return answer(action=np.zeros(len(observations), np.int64))
 
 
 def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> None:
     class Measuring:
-        def insist(self, observations: np.ndarray, timeout_s: float, masks: np.ndarray | None = None) -> ActionAnswer:
+        def insist(self, observations: np.ndarray, masks: np.ndarray | None) -> Answer:
             assert (observations.shape, observations.dtype) == ((1, 2), np.float32)
-            return ActionAnswer({}, 3)
+            return answer()
 
     wait_for_version(Measuring(), [0.0, 0.5], 3)  # type: ignore[arg-type]
 
@@ -201,13 +201,11 @@ class Recalling(gymnasium.Env):  # type: ignore[type-arg]
 class CountingUp:
     """A policy whose state is the number that it has seen, times ten, and the step; its action tells both."""
 
-    def insist(
-        self, observations: np.ndarray, patience_s: float = 60.0, *, masks: np.ndarray, states: np.ndarray | None = None
-    ) -> ActionAnswer:
+    def insist(self, observations: np.ndarray, *, masks: np.ndarray, states: np.ndarray | None = None) -> Answer:
         numbers = observations if states is None else states // 10
         np.testing.assert_array_equal(masks.argmax(1), numbers[:, 0])
         states = (np.zeros_like(observations) if states is None else states) + 10 * observations + 1
-        return ActionAnswer({"action": states[:, 0].astype(np.int64), "next_state": states}, 3)
+        return answer(action=states[:, 0].astype(np.int64), next_state=states)
 
 
 @pytest.mark.parametrize("max_rows", [8, 2])
@@ -276,8 +274,8 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
         def __init__(self, address: PolicyAddress) -> None:
             made.append(address)
 
-        def infer(self, observations: np.ndarray, states: object, masks: object) -> ActionAnswer:
-            return ActionAnswer({"action": observations}, 5)
+        def infer(self, observations: np.ndarray, states: object, masks: object) -> Answer:
+            return answer(5, action=observations)
 
     called: list[str] = []
 
@@ -285,12 +283,78 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
         called.append(function.__name__)
         return function(*arguments)
 
-    monkeypatch.setattr("shoal.flows.policy_connection.InferenceConnection", Connection)
-    setting = PolicyAddress("http://127.0.0.1:8000", "cartpole", "token", 0, "sampled")
-    connection = connect_policy(setting, call)
+    monkeypatch.setattr("shoal.libs.evaluation.connection._connect_once", functools.cache(Connection))
+    address = PolicyAddress("http://127.0.0.1:8000", "cartpole", "token", 0, "sampled")
+    connection = PolicyConnection(functools.partial(call, ask_policy, address), threading.Event())
     assert made == []
     for _ in range(2):
         assert connection.insist(np.zeros((1, 4))).version == 5
-    connection.close()
-    assert made == [setting], "a process keeps its connection"
+    assert made == [address], "a process keeps its connection"
     assert len(called) == 2
+
+
+class LateGuest:
+    """A host plays three steps alone; a guest joins in every other episode."""
+
+    possible_agents = ("host", "guest")
+    episodes = 0
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.number, self.steps = LateGuest.episodes, 0
+        LateGuest.episodes += 1
+        return {"host": np.zeros(2)}, {}
+
+    def step(self, actions: dict[str, int]) -> tuple[dict[str, Any], ...]:
+        self.steps += 1
+        has_guest = self.number % 2 == 1 and self.steps > 1
+        agents = ["host", "guest"] if has_guest else ["host"]
+        over = dict.fromkeys(agents, self.steps == 3)
+        return {agent: np.zeros(2) for agent in agents}, dict.fromkeys(agents, 1.0), over, {}, {}
+
+    def observation_space(self, agent: str) -> None: ...
+
+
+class CountingConnection:
+    """Of an endpoint whose requests take two rows."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.rows = version, list[int]()
+
+    def insist(self, observations: np.ndarray, **inputs: Any) -> Answer:
+        self.rows.append(len(observations))
+        return answer(self.version, action=np.zeros(len(observations), np.int64))
+
+
+def test_an_evaluation_asks_each_policy_for_its_own_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is not in an episode does not count there."""
+    monkeypatch.setattr("shoal.libs.evaluation.episodes.open_environment", lambda *_: nullcontext(LateGuest()))
+    connections: dict[str, Any] = {"first": CountingConnection(4), "second": CountingConnection(7)}
+    policy_of, max_rows = {"host": "first", "guest": "second"}, {"first": 2, "second": 64}
+    found = play_through([connections], "late", 4, 0, max_rows, policy_of=policy_of)
+    assert found["first"].returns == [3.0] * 4
+    assert found["second"].returns == [2.0] * 2
+    assert (found["first"].versions, found["second"].versions) == ({4}, {7})
+    assert connections["first"].rows == [2, 2] * 3
+    assert connections["second"].rows == [1, 1]
+    assert (found["first"].num_requests, found["second"].num_requests) == (6, 2)
+
+
+class Blinking(LateGuest):
+    """A host that observes every third of twelve ticks alone."""
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.steps = 0
+        return {}, {}
+
+    def step(self, actions: dict[str, int]) -> tuple[dict[str, Any], ...]:
+        assert bool(actions) == (self.steps > 0 and self.steps % 3 == 0)
+        self.steps += 1
+        seen = {"host": np.zeros(2)} if self.steps % 3 == 0 else {}
+        return seen, {"host": 1.0}, {"host": self.steps == 12}, {"host": False}, {}
+
+
+def test_ticks_in_which_no_agent_observes_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.libs.evaluation.episodes.open_environment", lambda *_: nullcontext(Blinking()))
+    connection: Any = CountingConnection(1)
+    found = play_through([{"host": connection}], "blinking", 2, 0, {"host": 16}, policy_of={"host": "host"})
+    assert found["host"].returns == [12.0, 12.0]

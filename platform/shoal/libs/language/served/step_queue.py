@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from shoal.batching.batcher import Batcher, PendingBatch, Prediction
+from shoal.extend.serve import Batcher, PendingBatch, Prediction
 
 StepT = TypeVar("StepT")
 T = TypeVar("T")

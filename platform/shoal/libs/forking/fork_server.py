@@ -1,4 +1,4 @@
-"""The process that Ray workers are forked from, torch imported: `python -m shoal.cluster.forking.fork_server SOCKET`.
+"""The process that Ray workers are forked from, torch imported: `python -m shoal.libs.forking.fork_server SOCKET`.
 
 A fresh worker spends seconds of CPU time on imports, mainly torch's, and Ray starts Python twice for it. This process,
 a child of the embedded cluster's head, imports the workers' modules once and forks itself for each worker.
@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.cluster.forking.fork_client import OOM_SCORE, STARTUP_VARIABLES, WorkerRequest
+from shoal.libs.forking.fork_client import OOM_SCORE, STARTUP_VARIABLES, WorkerRequest
 
 # Modules that workers import sooner or later and that survive a fork: no threads except numpy's, whose library handles
 # forks, and no connections. So neither pyarrow, which has a thread, nor pandas, which imports it. An optimiser's first
