@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         make_number_column,
         make_table,
         prepare_output_folder,
+        print_and_write,
         print_json,
-        write_printed,
     )
     from shoal.cli.support.endpoint_logs import EndpointLogs
     from shoal.cli.support.jobs import (

@@ -123,27 +123,32 @@ def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
 
 
 class Printed(NamedTuple):
-    """What a verb with `**PRINTED` prints: lines and tables, or the values with `--json`; and files that it wrote."""
+    """What a verb with `**PRINTED` prints: lines and tables, or the values with `--json`; then it writes files, which
+    may fail after hours of work."""
 
     lines: Iterable[object]
     values: object
-    paths: Sequence[Path] = ()
-
-    def show(self) -> Iterator[object]:
-        """The lines, and where the files are."""
-        yield self.lines
-        yield from (f"  {path}" for path in self.paths)
+    write: Callable[[], Iterable[Path]] = tuple
 
 
-PRINTED: dict[str, Any] = {"show": Printed.show, "to_json": attrgetter("values")}
+PRINTED: dict[str, Any] = {"show": attrgetter("lines"), "to_json": attrgetter("values")}
 
 
-def write_printed(
-    folder: Path, stem: str, lines: Iterable[object], values: dict[str, Any], files: dict[str, bytes], **more: Any
+def print_and_write(
+    folder: Path,
+    stem: str,
+    lines: Iterable[object],
+    values: dict[str, Any],
+    make_files: Callable[[], dict[str, bytes]],
+    **more: Any,
 ) -> Printed:
-    """Write the files, and the values as JSON beside them, with `more`. Raises ConfigError."""
-    text = json.dumps({**more, **to_json_value(values)}, indent=2)
-    return Printed(lines, values, write_files(folder, stem, {**files, "json": text.encode()}))
+    """The files by their suffixes, and the values as JSON beside them, with `more`."""
+
+    def write() -> list[Path]:
+        text = json.dumps({**more, **to_json_value(values)}, indent=2)
+        return write_files(folder, stem, {**make_files(), "json": text.encode()})
+
+    return Printed(lines, values, write)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 from rich.text import Text
 
-from shoal.cli.support.console import make_literal_console, print_json
+from shoal.cli.support.console import Printed, make_literal_console, print_json
 from shoal.cli.support.groups import SuggestingGroup
 from shoal.errors import RunError, suggest
 from shoal.plugins.find import load_reference
@@ -70,6 +70,9 @@ def verb(
                 print_json(result if to_json is None else to_json(result))
             else:
                 print_result(result if show is None else show(result))
+            if isinstance(result, Printed):
+                paths = [f"  {path}" for path in result.write()]
+                print_result([] if as_json else paths)
 
         return click.command(name, cls=cls, params=parameters, **settings)(call)
 

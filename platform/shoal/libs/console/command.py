@@ -24,7 +24,9 @@ def console(
     port: Annotated[int, click.IntRange(0, 65535), "0: any free one."] = DEFAULT_PORT,
     host: Annotated[str, "The address to listen at; 0.0.0.0: all of them."] = "127.0.0.1",
     names: Annotated[Texts, "--name NAME", "Another name of this host, by which browsers reach it."] = (),
-    certificate: Annotated[str | None, "--certificate PATH", "For https: a PEM file with its chain. Needs --key."] = None,
+    certificate: Annotated[
+        str | None, "--certificate PATH", "For https: a PEM file with its chain. Needs --key."
+    ] = None,
     key: Annotated[str | None, "--key PATH", "Its private key, in PEM."] = None,
     insecure: Annotated[bool, "Accept plain HTTP beyond loopback, as behind a proxy with TLS."] = False,
     open_page: Annotated[bool, "--open", "Open a browser that is logged in."] = False,

@@ -27,8 +27,8 @@ from shoal.extend.cli import (
     make_number_column,
     make_table,
     prepare_output_folder,
+    print_and_write,
     verb,
-    write_printed,
 )
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
@@ -115,8 +115,8 @@ def optimise(
         click.echo("Interrupted; nothing is registered.", err=True)
         sys.exit(128 + signal.SIGINT)
     stem = f"optimise-{outcome.teacher.name}-{outcome.teacher.version}"
-    shown, picture = _show(outcome, request), plot_front(outcome, request)
-    return write_printed(folder, stem, shown, _as_dict(outcome), {"png": picture})
+    lines, values = _show(outcome, request), _as_dict(outcome)
+    return print_and_write(folder, stem, lines, values, lambda: {"png": plot_front(outcome, request)})
 
 
 def _show(outcome: Outcome, request: OptimiseRequest) -> Iterator[object]:

@@ -31,8 +31,8 @@ from shoal.extend.cli import (
     make_number_column,
     make_table,
     prepare_output_folder,
+    print_and_write,
     verb,
-    write_printed,
 )
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import format_number
@@ -94,8 +94,8 @@ def ablate(
         for each in results
     ]
     values = {"task": task, "variants": summaries, "runs": [asdict(each) for each in measured]}
-    shown = _show(results, judged, seeds)
-    return write_printed(folder, f"ablate-{Path(task).name}", shown, values, {"csv": _to_csv(measured).encode()})
+    lines, stem = _show(results, judged, seeds), f"ablate-{Path(task).name}"
+    return print_and_write(folder, stem, lines, values, lambda: {"csv": _to_csv(measured).encode()})
 
 
 def _show(results: Sequence[VariantSummary], metric: str, seeds: int) -> Iterator[object]:

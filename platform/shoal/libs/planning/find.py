@@ -30,7 +30,7 @@ from shoal.extend.cli import (
     make_number_column,
     make_table,
     prepare_output_folder,
-    write_printed,
+    print_and_write,
 )
 from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
 from shoal.extend.train import Task, TrainSpec, make_task, spec_from_overrides
@@ -76,9 +76,14 @@ def rate(
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", task), *overrides])
         result = find_learning_rate(spec, lowest, highest, steps)
-    picture = plot_learning_rate(result, f"{task}: loss by learning rate")
-    shown = _show_rate(result, spec)
-    return write_printed(folder, f"rate-{Path(task).name}", shown, asdict(result), {"png": picture}, task=task)
+    return print_and_write(
+        folder,
+        f"rate-{Path(task).name}",
+        _show_rate(result, spec),
+        asdict(result),
+        lambda: {"png": plot_learning_rate(result, f"{task}: loss by learning rate")},
+        task=task,
+    )
 
 
 @find.verb(**PRINTED)
@@ -103,10 +108,15 @@ def batch(
     with redirect_stdout(sys.stderr):
         spec = spec_from_overrides([format_override("task", task), *overrides])
         result = find_batch_size(spec, limit_bytes, up_to, longest)
-    picture = plot_batch_size(result, f"{task}: speed and memory by batch size")
     tried = [{**asdict(each), "samples_per_s": each.samples_per_s} for each in result.tried]
-    values = {**asdict(result), "tried": tried}
-    return write_printed(folder, f"batch-{Path(task).name}", _show_batch(result), values, {"png": picture}, task=task)
+    return print_and_write(
+        folder,
+        f"batch-{Path(task).name}",
+        _show_batch(result),
+        {**asdict(result), "tried": tried},
+        lambda: {"png": plot_batch_size(result, f"{task}: speed and memory by batch size")},
+        task=task,
+    )
 
 
 def parse_bytes(text: str) -> int:
