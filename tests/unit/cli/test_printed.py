@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from registered import register
+from registered import LINEAR, constant, tensors
 from shoal import runs
 from shoal.cli.display import serve_display
 from shoal.client import Client
@@ -34,11 +34,12 @@ from shoal.client.endpoint_status import (
     VersionStatus,
 )
 from shoal.cost.cost_table import MEASURED, PREDICTED
+from shoal.registry import Registry, Signature, TensorSignature
 from typed import typed
 
 GOLDEN = Path(__file__).parent / "golden/printed.json"
 NOW = 1_800_000_000.0
-MACHINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+|\d\d:\d\d:00|(?<=process   ).*|(?<=git       ).*|(?<=torch )\d.*"
+MACHINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+|\d\d:\d\d:00|(?<=process   ).*|(?<=git       ).*|(?<=packages   ).*"
 OURS = (
     "command",
     "folder",
@@ -64,7 +65,7 @@ COMMANDS = (
     ),
     *("runs loop --follow --json", "runs serving --follow", "logs loop", "release loop actor-0", "set loop gravity=9"),
     *("models list", "models list --json", "models list ranker", "models show ranker", "models show ranker --json"),
-    *("models show ranker@1 --code", "models diff ranker@1 ranker@2", "models promote ranker@1", "models rm ranker@2"),
+    *("models show ranker@1 --code", "models diff ranker@1 ranker@2", "models promote ranker@1", "models rm ranker@3"),
     *("models promote ranker@1 --alias old", "models rollback ranker", "models rm ranker@1 --yes", "models prune"),
     *("models prune --keep 1 --dry-run", "models prune --keep 1 --yes", "models rm nothing", "models add nothing.txt"),
     *("status", "status --json", "serve status", "serve status --json", "serve status --follow --json", "down"),
@@ -116,7 +117,7 @@ STATUS = EndpointStatus(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two versions of a model, a run of each sort, and one that keeps an endpoint up."""
+    """Three versions of a model, a run of each sort, and one that keeps an endpoint up."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         folder = tmp_path_factory.mktemp("recorded")
         monkeypatch.setenv("SHOAL_HOME", str(folder))
@@ -127,12 +128,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @contextmanager
 def record() -> Iterator[None]:
-    for number in (1, 2):
-        facts: dict[str, Any] = {
-            "metrics": {"accuracy": 0.5 + number / 8},
-            "lineage": {"base": "ranker@1", "rate": 0.5},
-        }
-        register("ranker", aliases=["champion", *["candidate"] * (number == 1)], run_id="training", **facts)
+    output = TensorSignature(name="y", datatype="FP32", shape=[-1, 2], columns=["left", "right"])
+    for number, aliases in ((1, ["champion"]), (2, ["candidate"]), (3, ["champion"])):
+        Registry().register(
+            "ranker",
+            constant(number),
+            model=LINEAR.model_copy(update={"preprocess": "numpy:asarray"}),
+            signature=Signature(inputs=tensors(x=[-1, 3]), outputs=[output]),
+            run_id="training",
+            metrics={"accuracy": 0.5 + number / 8},
+            lineage={"base": "words@1", "rate": 0.5},
+            aliases=aliases,
+        )
     with runs.create(
         "cartpole", "target_return: 475\nresume: ''\n", "loop", command="shoal run cartpole --actors 2"
     ) as run:
@@ -159,7 +166,7 @@ def record() -> Iterator[None]:
 def home(recorded: Path, shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of what was recorded, whose endpoint answers STATUS."""
     shutil.copytree(recorded, shoal_home)
-    monkeypatch.setattr(time, "time", lambda: NOW)
+    monkeypatch.setattr(time, "time", lambda: NOW + 1.0)
     monkeypatch.setattr(Client, "status", lambda client: STATUS)
     monkeypatch.setattr(Client, "rollout", lambda client, action, model, **options: STATUS.models[0])
     monkeypatch.setattr("shoal.cluster.attach.find_running_cluster", lambda: None)
