@@ -34,9 +34,8 @@ from shoal.plugins.find import load_reference
 from shoal.plugins.library import find_libraries
 
 Function = Callable[..., Any]
-
-
-AsJson = Annotated[bool, "--json", "Print JSON, for programs."]
+JSON_HELP = "Print JSON, for programs."
+AsJson = Annotated[bool, "--json", JSON_HELP]
 
 
 def verb(
@@ -55,12 +54,12 @@ def verb(
 
     def make(function: Function) -> click.Command:
         hints = get_type_hints(function, include_extras=True)
-        own = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
-        parameters = [_make_parameter(each, hints[each.name]) for each in own]
+        parameters = [
+            _make_parameter(each, hints[name]) for name, each in inspect.signature(function).parameters.items()
+        ]
         asks_json = "as_json" in hints
         if show is not None and not asks_json:
-            flag = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False)
-            parameters.append(_make_parameter(flag, AsJson))
+            parameters.append(click.Option(["--json", "as_json"], is_flag=True, help=JSON_HELP))
 
         @functools.wraps(function)
         def call(**given: Any) -> None:
