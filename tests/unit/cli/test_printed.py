@@ -191,7 +191,7 @@ def test_a_verb_prints_what_it_printed(command: str, home: Path) -> None:
 
 
 def draw() -> str:
-    console = Console(record=True, width=100, file=io.StringIO(), color_system=None)
+    console = Console(record=True, width=80, file=io.StringIO(), color_system=None)
     console.print(serve_display.render(STATUS, "http://127.0.0.1:8000", "a note"))
     return console.export_text()
 
