@@ -42,6 +42,10 @@ PLACES = {
         r"await answer_inference\(",
         {"serve/http/app.py", "libs/grpc/service.py"},
     ),
+    "a parameter of a function becomes an option of click": (
+        r"click\.(option|argument|Option|Argument)\(",
+        {"cli/support/verbs.py", "cli/support/options.py", "cli/commands/actor.py"},
+    ),
     "the record of a run is read": (
         r"FROM (runs|events|metrics|endpoints)\b",
         {

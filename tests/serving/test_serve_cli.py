@@ -88,24 +88,6 @@ def lines(line: str, *words: str) -> list[str]:
     return said(f"serve {line}", *words).strip().splitlines()
 
 
-def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
-    found = lines("status --once")
-    assert found[0] == f"shop: ready at {recorded}, gRPC at 127.0.0.1:9000, replicas 2 of 2 ready"
-    assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134.2, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
-    assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7, follows fashion@champion" in found[1]
-    assert found[2].startswith("fashion@3 stable: share 90%, requests/s 1,204")
-    assert found[3] == "fashion: ready; version 2 is not served: too slow"
-    assert found[4:] == ["syntax: loading; warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
-
-
-def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:
-    there = [ReplicaStatus(f"r-{number}", number, 7, host=f"node-{number % 2}") for number in range(3)]
-    wanted = "1 more replica wanted, waiting for nodes"
-    status = EndpointStatus("shop", num_replicas=4, wanted=wanted, replicas=there)
-    line, *_ = serve_display.format_plain_lines(status, "http://h")
-    assert line.endswith("replicas 3 of 4 ready on 2 hosts; 1 more replica wanted, waiting for nodes")
-
-
 def test_status_of_an_endpoint_that_sleeps() -> None:
     status = EndpointStatus("shop", asleep=True)
     line = "shop: asleep at http://h, replicas none until the next request"
@@ -128,11 +110,6 @@ def test_an_endpoint_is_found_by_name_and_by_address(recorded: str) -> None:
 @pytest.mark.parametrize("options", ["", "--once", "--once --interval-s 0.1"])
 def test_status_is_printed_once(recorded: str, options: str) -> None:
     assert said(f"serve status {options}").count("fashion@3") == 1
-
-
-@pytest.mark.parametrize("other", ["--once", "--json"])
-def test_following_what_is_printed_once_is_refused(recorded: str, other: str) -> None:
-    assert "follow = True: contradicts --once and --json" in complaint(f"serve status --follow {other}")
 
 
 def test_status_follows_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +149,6 @@ def drawn(status: EndpointStatus, width: int, note: str = "", url: str = "http:/
     console.print(serve_display.render(status, url, note))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_picture_has_everything_and_fits(width: int) -> None:
-    text = drawn(STATUS, width, note="asked 9 s ago")
-    for word in (
-        *("shop", "ready", "12 min 34 s", "3 stable", "4 candidate", "90%", "1,204", "5.1 ms", "0.15%", "0.44%"),
-        *("queue 12/2048", "refused 7", "20.5 ms", "36 ms", "fashion@champion", "syntax", "warming up"),
-        *("2 of 2 ready", "r-2", "version 4 does not fit", "canary", "fashion@4", "asked 9 s ago"),
-        "rates and times: the last 10 s",
-    ):
-        assert word in text, word
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) == width
 
 
 def test_the_picture_has_its_address_as_it_is() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,9 +21,13 @@ from shoal.network_address import is_loopback
 from shoal.runs import list_running
 from shoal.runs.run_status import is_alive
 
+if TYPE_CHECKING:
+    from shoal.client.client import Client
+    from shoal.client.endpoint_status import EndpointStatus
+
 INFERENCE_KIND = "inference"  # the kind of an endpoint in the record; gateways have another
 GRPC_KIND = "grpc"  # the kind of its second address, host:port
-ASK_TIMEOUT_S = 5.0  # of one endpoint, whether it serves a model
+STATUS_TIMEOUT_S = 5.0  # of one endpoint
 
 CARD_SUFFIX = ".address"
 
@@ -44,6 +49,17 @@ class FoundEndpoint:
     url: str
     run_id: str = ""
     is_detached: bool = False
+
+    def connect(self, token: str = "", **options: Any) -> Client:
+        """A client for it, with a token or this machine's; the options are a client's."""
+        from shoal.client.client import Client  # a controller imports this module, and needs no client
+
+        return Client(self.url, token=token or token_for(self.url), **options)
+
+    def read_status(self) -> EndpointStatus:
+        """Its status now. Raises ConnectionLost, InferenceError."""
+        with self.connect(timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+            return client.status()
 
 
 def list_endpoints() -> list[FoundEndpoint]:
@@ -78,7 +94,7 @@ def find_endpoint(wanted: str | None = None, model: str = "") -> FoundEndpoint:
         raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
     matching = endpoints if wanted is None else [each for each in endpoints if each.name == wanted]
     if wanted is None and model and len(matching) > 1:
-        matching = [each for each in matching if _serves(each.url, model)] or matching
+        matching = [each for each in matching if _serves(each, model)] or matching
     if len({each.url for each in matching}) == 1:
         return matching[0]
     names = ", ".join(f"{each.name} ({each.url})" for each in endpoints)
@@ -87,14 +103,11 @@ def find_endpoint(wanted: str | None = None, model: str = "") -> FoundEndpoint:
     raise RunError(f"several endpoints are up: give --endpoint NAME, or its address. There is {names}")
 
 
-def _serves(url: str, model: str) -> bool:
-    from shoal.client.client import Client  # a controller imports this module, and needs no client
-
-    with Client(url, token=token_for(url), timeout_s=ASK_TIMEOUT_S, num_retries=0) as client:
-        try:
-            return any(each.name == model for each in client.status().models)
-        except (ConnectionLost, InferenceError):  # it is not up, or has no such authority
-            return False
+def _serves(found: FoundEndpoint, model: str) -> bool:
+    try:
+        return any(each.name == model for each in found.read_status().models)
+    except (ConnectionLost, InferenceError):  # it is not up, or has no such authority
+        return False
 
 
 def token_for(url: str) -> str:

@@ -11,37 +11,43 @@ if TYPE_CHECKING:
     from shoal.cli.display.first_request import begin_curl, can_be_picture, make_request
     from shoal.cli.display.panels import RunView, extend_history, find_phase, render_cells, render_fact, render_table
     from shoal.cli.support.console import (
-        CommandGroup,
+        PRINTED,
+        Printed,
         make_literal_console,
         make_number_column,
         make_table,
         prepare_output_folder,
+        print_and_write,
         print_json,
-        strip_task_key,
-        to_json_value,
-        write_files,
     )
     from shoal.cli.support.endpoint_logs import EndpointLogs
     from shoal.cli.support.jobs import (
         JobLogReader,
         describe_failure,
         find_job,
+        follow_output,
         ignore_further_interrupts,
         interrupt_on_termination,
         job_environment,
         validate_overrides,
     )
     from shoal.cli.support.options import (
-        SECONDS,
+        Address,
+        EndpointName,
         FiniteRange,
-        address_option,
+        Key,
+        ModelName,
+        NotNegative,
+        OutputFolder,
+        Overrides,
+        Plain,
+        Positive,
+        Seconds,
+        TaskName,
+        Texts,
+        VersionName,
         ca_option,
-        endpoint_option,
-        json_option,
-        key_option,
-        output_folder_option,
-        overrides_argument,
-        plain_option,
     )
+    from shoal.cli.support.verbs import AsJson, CommandGroup, verb
 
 __getattr__ = load_on_demand(__name__)

@@ -222,6 +222,9 @@ class FakeJob:
         self.num_polls += 1
         return JobStatus.SUCCEEDED if self.num_polls == 3 else None
 
+    def status(self) -> JobStatus:
+        return JobStatus.SUCCEEDED
+
     def read_logs_from(self, start: int, *, is_complete: bool) -> tuple[str, int]:
         written = "".join(f"line {number}\n" for number in range(self.num_polls))
         return written[start:], len(written)

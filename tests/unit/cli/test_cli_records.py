@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -22,8 +21,6 @@ from shoal.cluster.jobs import JobHandle
 from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import home
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.weights import WeightSnapshot
 from typed import said, typed
 
 
@@ -38,58 +35,12 @@ def record(run_id: str, status: str = "finished") -> None:
         run.finish(status, "ValueError: [/red]" if status == "failed" else None)
 
 
-def register(num_versions: int) -> None:
-    signature = Signature(
-        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
-        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2], columns=["left", "right"])],
-    )
-    for version in range(num_versions):
-        weights = WeightSnapshot.of(40 + version, {"w": np.zeros((4, 2), np.float32)})
-        Registry().register(
-            "cartpole",
-            weights,
-            model=ModelFactory(factory="shoal.models:Net", kwargs={"hidden": 64}, preprocess="shoal.models:clean"),
-            signature=signature,
-            run_id="run-1",
-            metrics={"return": 480.5},
-            aliases=["champion"],
-        )
-
-
 def test_without_records_it_says_how_to_make_one() -> None:
     assert "no runs yet" in said("runs")
     assert "shoal run --help" in said("runs")
     assert "no models yet" in said("models list")
     assert json.loads(said("runs --json")) == []
     assert json.loads(said("models list --json")) == []
-
-
-def test_runs_lists_the_newest_first() -> None:
-    for run_id in ("first", "second", "third"):
-        record(run_id)
-    lines = said("runs --limit 2").splitlines()
-    assert lines[0].split() == ["run", "job", "status", "age", "duration", "best"]
-    assert [line.split()[:3] for line in lines[1:3]] == [[name, "cartpole", "finished"] for name in ("third", "second")]
-    assert lines[1].endswith("480 return/mean_100")
-    assert "shoal runs third" in lines[3]
-    assert [each["id"] for each in json.loads(said("runs --json"))] == ["third", "second", "first"]
-    with runs.create("train", "", "trained") as run:
-        run.log(1, {"validation/accuracy": 0.5})
-    assert "  0.5 accuracy " in said("runs").splitlines()[1]
-
-
-def test_one_run_is_shown_with_what_to_type_next() -> None:
-    record("one", status="failed")
-    shown = said("runs one")
-    for told in (
-        *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
-        *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
-        *("  shoal report one\n  shoal console --open\n", "  shoal models show cartpole@2\n"),
-        *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one a=1\n"),
-    ):
-        assert told in shown, told
-    told = json.loads(said("runs latest --json"))
-    assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
 
 
 def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) -> None:
@@ -353,32 +304,6 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
         a_session().run(cluster, stack)
     assert asked == [("POST", f"/api/jobs/{begun[0]}/stop")]
-
-
-def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
-    register(3)
-    listed = said("models list").splitlines()
-    assert [line.split()[0] for line in listed] == ["model", "cartpole@1", "cartpole@2", "cartpole@3"]
-    assert "champion" in listed[3]
-    assert "480.5" in listed[1]
-    assert "cartpole@champion is cartpole@2 now" in said("models rollback cartpole")
-    promoted = said("models promote cartpole@3 --alias candidate")
-    assert "cartpole@candidate is cartpole@3 now" in promoted
-    assert "shoal models rollback cartpole --alias candidate" in promoted
-    shown = said("models show cartpole@champion")
-    for told in (
-        "cartpole@2",
-        "weights version 41",
-        "shoal.models:Net",
-        '{"hidden": 64}',
-        "preprocess by",
-        "shoal.models:clean",
-        "FP32 [any, 4]",
-        "logits: FP32 [any, 2] of left, right",
-        "rollback to 2",
-    ):
-        assert told in shown, told
-    assert json.loads(said("models show cartpole --json"))["aliases"] == ["candidate"]
 
 
 @pytest.mark.parametrize(

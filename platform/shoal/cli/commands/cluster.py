@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.support.console import make_literal_console, print_json
 from shoal.cli.support.jobs import interrupt_on_termination
-from shoal.cli.support.options import SECONDS, FiniteRange, json_option
+from shoal.cli.support.options import FiniteRange, NotNegative, Positive, Seconds
+from shoal.cli.support.verbs import verb
 from shoal.client.discovery import INFERENCE_KIND, list_endpoints
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import ClusterResources, get_resources
+from shoal.cluster.dashboard_api import get_resources
 from shoal.cluster.embedded_cluster import start_cluster
-from shoal.cluster.jobs import JobHandle, JobInfo, list_jobs
+from shoal.cluster.jobs import JobHandle, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, RunError
@@ -40,7 +40,7 @@ NUM_JOBS_SHOWN = 10
 _COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
 
 
-@click.command(
+@verb(
     epilog="""\b
 examples:
   shoal up
@@ -48,11 +48,13 @@ examples:
   eval "$(shoal up --shell)"
   shoal up && shoal run actor_learner --actors 4 && shoal down"""
 )
-@click.option("--cpus", type=click.IntRange(min=1), help="CPUs of the cluster.  [default: those of this machine]")
-@click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the cluster.  [default: those of this machine]")
-@click.option("--object-store-gib", type=FiniteRange(min=0.1), help="Shared memory for objects.")
-@click.option("--shell", is_flag=True, help="Print what sets a shell's variables, also of a cluster that is up.")
-def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell: bool) -> None:
+def up(
+    *,
+    cpus: Annotated[Positive | None, "CPUs of the cluster.  [default: those of this machine]"] = None,
+    gpus: Annotated[NotNegative | None, "GPUs of the cluster.  [default: those of this machine]"] = None,
+    object_store_gib: Annotated[float | None, FiniteRange(min=0.1), "Shared memory for objects."] = None,
+    shell: Annotated[bool, "Print what sets a shell's variables, also of a cluster that is up."] = False,
+) -> str:
     """Start a Ray cluster for Shoal on this machine, in the background.
 
     It listens on this machine only, asks for a token, and stays until `shoal down`, even if the terminal is closed.
@@ -63,8 +65,7 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell
     with lock_cluster_state():
         running = find_running_cluster()
         if running is not None and shell:
-            click.echo(_format_exports(running))
-            return
+            return _format_exports(running)
         if running is not None:
             remedy = "`shoal status` shows it, `shoal down` ends it"
             raise ClusterError(f"a cluster is running at {running.dashboard_url}: {remedy}")
@@ -79,7 +80,7 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell
     click.echo("`shoal run` uses it, `shoal status` shows it, `shoal down` ends it.", err=shell)
     if not shell:
         click.echo('For `ray job submit` and `ray status`, as eval "$(shoal up --shell)" sets them:')
-    click.echo(_format_exports(cluster))
+    return _format_exports(cluster)
 
 
 def _format_exports(cluster: ClusterHandle) -> str:
@@ -92,17 +93,17 @@ def _format_exports(cluster: ClusterHandle) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-@click.command(
+@verb(
     epilog="""\b
 examples:
   shoal down
   shoal down --now"""
 )
-@click.option("--now", is_flag=True, help="Do not give running jobs time to save.")
-@click.option(
-    "--timeout-s", type=SECONDS, default=30.0, show_default=True, help="How long running jobs may take to stop."
-)
-def down(now: bool, timeout_s: float) -> None:
+def down(
+    *,
+    now: Annotated[bool, "Do not give running jobs time to save."] = False,
+    timeout_s: Annotated[Seconds, "How long running jobs may take to stop."] = 30.0,
+) -> Iterator[str]:
     """Stop the cluster that `shoal up` started: its jobs first, then every process of it.
 
     Does nothing without one. Other clusters (embedded, remote, or of another host) are unaffected.
@@ -110,7 +111,7 @@ def down(now: bool, timeout_s: float) -> None:
     with lock_cluster_state():
         cluster = load_saved_cluster()
         if cluster is None:
-            click.echo("No cluster is up.")
+            yield "No cluster is up."
             return
         was_alive = cluster.is_head_alive()
         if was_alive and not now:
@@ -121,7 +122,7 @@ def down(now: bool, timeout_s: float) -> None:
                     JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over
                 ]
                 for job in jobs:  # all of them first: each has the full time to save
-                    click.echo(f"stopping job {job.submission_id} ...")
+                    yield f"stopping job {job.submission_id} ..."
                     with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
                         job.request_stop()
                 for job in jobs:
@@ -129,7 +130,7 @@ def down(now: bool, timeout_s: float) -> None:
                         for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
                             pass
         _remove_cluster(cluster)
-    click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
+    yield "The cluster is down." if was_alive else "The cluster had died; what was left of it is removed."
 
 
 def _remove_cluster(cluster: ClusterHandle) -> None:
@@ -137,47 +138,6 @@ def _remove_cluster(cluster: ClusterHandle) -> None:
     assert cluster.temp_dir is not None
     end_cluster(cluster.cluster_id, cluster.temp_dir)
     state_path().unlink(missing_ok=True)
-
-
-@click.command(
-    epilog="""\b
-examples:
-  shoal status
-  shoal status --address http://head.example:8265"""
-)
-@click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@json_option
-def status(address: str | None, as_json: bool) -> None:
-    """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
-    cluster = find_cluster(address)
-    if as_json:
-        print_json(describe_status(cluster))
-        return
-    offer = get_resources(cluster) if cluster is not None else None
-    jobs = list_jobs(cluster) if cluster is not None else []
-    console, running = make_literal_console(), list_running()
-    _show_cluster(console, cluster, offer)
-    _show_jobs(console, jobs)
-    _show_queue(console, running)
-    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
-    for each in list_endpoints():
-        if each.is_detached:
-            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
-    for run in running:
-        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
-        is_queued = run.read_queue_entry() is not None
-        if waiting := describe_wait(run.last_events(since_resumed=True)):
-            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
-        for endpoint in run.endpoints():
-            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
-        if counts := _read_counts(run):
-            drops = _format_counts(counts["drops"]) or "none"
-            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
-            if rejected := _format_counts(counts["rejected"]):
-                console.print(f"    rejected: {rejected}")
-        for actor_id, reason in read_run_quarantine(run.folder).items():
-            console.print(f"    in quarantine: {actor_id}, it {reason}")
-            console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")
 
 
 def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
@@ -230,47 +190,85 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: ClusterResources | None) -> None:
-    if cluster is None or offer is None:
-        console.print("cluster  none is up: `shoal up` starts one, and `shoal run` one of its own when it needs it")
-        return
-    gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
-    nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
-    since, memory = format_duration(time.time() - offer.started_at_s), format_size(offer.memory_bytes)
-    console.print(f"cluster  up for {since}, dashboard {cluster.dashboard_url}")
-    objects = f"{format_size(offer.object_store_bytes)} object store"
-    console.print(f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {memory} memory, {objects}")
-    setting = " ".join(line.removeprefix("export ") for line in _format_exports(cluster).splitlines())
-    console.print(f"attach   {setting} ray job submit -- python ...", style="dim")
-
-
-def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
-    if not jobs:
-        return
-    console.print(Text("\njobs", style="bold"))
-    for info in jobs[:NUM_JOBS_SHOWN]:
-        word = "MISSED" if info.has_missed_target else info.status.value
-        state = Text(word.ljust(9), style=_COLOURS.get(word, "default"))
-        since = f"{format_age(time.time() - info.started_at_s)} ago"
-        command = mask_command_line(info.entrypoint)
-        console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))
-    if len(jobs) > NUM_JOBS_SHOWN:
-        console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
-
-
 def _list_queue(running: list[Run]) -> list[tuple[Run, dict[str, Any]]]:
     """The runs that wait for capacity and their entries, in their order."""
     entries = [(run, entry) for run in running if (entry := run.read_queue_entry()) is not None]
     return sorted(entries, key=lambda each: (each[1]["position"], each[1]["since_s"]))
 
 
-def _show_queue(console: Console, running: list[Run]) -> None:
-    queue = _list_queue(running)
-    if not queue:
-        return
-    console.print(Text("\nqueue", style="bold"))
+def _show_status(cluster: ClusterHandle | None) -> Iterator[str | Text]:
+    running = list_running()
+    if cluster is None:
+        yield "cluster  none is up: `shoal up` starts one, and `shoal run` one of its own when it needs it"
+    else:
+        yield from _show_cluster(cluster)
+    yield from _show_queue(running)
+    yield Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all")
+    for each in list_endpoints():
+        if each.is_detached:
+            yield f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached"
+    for run in running:
+        yield f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}"
+        is_queued = run.read_queue_entry() is not None
+        if waiting := describe_wait(run.last_events(since_resumed=True)):
+            yield "    waiting in the queue" if is_queued else f"    {waiting}"
+        for endpoint in run.endpoints():
+            yield f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}"
+        if counts := _read_counts(run):
+            drops = _format_counts(counts["drops"]) or "none"
+            yield f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}"
+            if rejected := _format_counts(counts["rejected"]):
+                yield f"    rejected: {rejected}"
+        for actor_id, reason in read_run_quarantine(run.folder).items():
+            yield f"    in quarantine: {actor_id}, it {reason}"
+            yield f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}"
+
+
+def _show_cluster(cluster: ClusterHandle) -> Iterator[str | Text]:
+    offer, jobs = get_resources(cluster), list_jobs(cluster)
+    gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
+    nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
+    since, memory = format_duration(time.time() - offer.started_at_s), format_size(offer.memory_bytes)
+    yield f"cluster  up for {since}, dashboard {cluster.dashboard_url}"
+    objects = f"{format_size(offer.object_store_bytes)} object store"
+    yield f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {memory} memory, {objects}"
+    setting = " ".join(line.removeprefix("export ") for line in _format_exports(cluster).splitlines())
+    yield Text(f"attach   {setting} ray job submit -- python ...", style="dim")
+    if jobs:
+        yield Text("\njobs", style="bold")
+    for info in jobs[:NUM_JOBS_SHOWN]:
+        word = "MISSED" if info.has_missed_target else info.status.value
+        state = Text(word.ljust(9), style=_COLOURS.get(word, "default"))
+        since = f"{format_age(time.time() - info.started_at_s)} ago"
+        command = mask_command_line(info.entrypoint)
+        yield Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}")
+    if len(jobs) > NUM_JOBS_SHOWN:
+        yield Text(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
+
+
+def _show_queue(running: list[Run]) -> Iterator[str | Text]:
+    if queue := _list_queue(running):
+        yield Text("\nqueue", style="bold")
     for run, entry in queue:
         since = format_age(time.time() - entry["since_s"])
         facts = (entry["owner"], f"priority {entry['priority']}", format_needs(entry["needs"]), f"for {since}")
-        console.print(f"  {entry['position']}  {run.id}  {'  '.join(facts)}")
-        console.print(f"     {entry['reason']}")
+        yield f"  {entry['position']}  {run.id}  {'  '.join(facts)}"
+        yield f"     {entry['reason']}"
+
+
+@verb(
+    show=_show_status,
+    to_json=describe_status,
+    epilog="""\b
+examples:
+  shoal status
+  shoal status --address http://head.example:8265""",
+)
+def status(
+    *,
+    address: Annotated[
+        str | None, "The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]"
+    ] = None,
+) -> ClusterHandle | None:
+    """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
+    return find_cluster(address)

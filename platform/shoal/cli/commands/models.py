@@ -9,24 +9,17 @@ import difflib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
-from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from shoal.cli.support.console import (
-    ExtensibleCommandGroup,
-    confirm_removal,
-    make_table,
-    parse_age,
-    print_facts,
-    print_json,
-)
-from shoal.cli.support.options import json_option, yes_option
+from shoal.cli.support.console import confirm_removal, format_facts, make_table, remove_old
+from shoal.cli.support.options import DryRun, NotNegative, OlderThan, Texts, VersionName, Yes
+from shoal.cli.support.verbs import CommandGroup
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.plugins.find import load_reference
@@ -42,7 +35,7 @@ NUM_MOVES = 5
 MAX_ARGUMENT_LENGTH = 500  # of JSON, that `show` prints
 
 
-@click.group(cls=ExtensibleCommandGroup)
+@click.group(cls=CommandGroup)
 def models() -> None:
     """List, show, add, export, promote, roll back and remove registered models; push and pull those of Hugging Face.
 
@@ -56,10 +49,25 @@ def models() -> None:
     """
 
 
-@models.command("list")
-@click.argument("name", required=False)
-@json_option
-def list_models(name: str | None, as_json: bool) -> None:
+def _show_versions(versions: Sequence[ModelVersion]) -> object:
+    if not versions:
+        return "There are no models yet. A job registers what it trained:\n\n  shoal run --help"
+    columns = [
+        *(Column(title, overflow="fold") for title in ("model", "aliases")),
+        *(Column(title, overflow="fold", no_wrap=True, justify="right") for title in ("age", "size")),
+        Column("run", overflow="fold", no_wrap=True),  # which may be copied
+        Column("metrics", overflow="fold"),
+    ]
+    return make_table(*columns, rows=map(_make_cells, versions))
+
+
+def _as_dict(found: ModelVersion) -> dict[str, object]:
+    described = json.loads(found.manifest.model_dump_json())
+    return {**described, "aliases": list(found.aliases), "location": found.location}
+
+
+@models.verb("list", show=_show_versions, to_json=lambda versions: [*map(_as_dict, versions)])
+def list_models(name: str | None = None) -> Sequence[ModelVersion]:
     """List every version of every model, or of the model NAME.
 
     \b
@@ -67,22 +75,7 @@ def list_models(name: str | None, as_json: bool) -> None:
       shoal models list
       shoal models list cartpole
     """
-    versions = _open_registry().list(name)
-    if as_json:
-        print_json([_as_dict(each) for each in versions])
-        return
-    console = Console()
-    if not versions:
-        hint = "There are no models yet. A job registers what it trained:\n\n  shoal run --help"
-        console.print(hint, highlight=False)
-        return
-    columns = [
-        *(Column(title, overflow="fold") for title in ("model", "aliases")),
-        *(Column(title, overflow="fold", no_wrap=True, justify="right") for title in ("age", "size")),
-        Column("run", overflow="fold", no_wrap=True),  # which may be copied
-        Column("metrics", overflow="fold"),
-    ]
-    console.print(make_table(*columns, rows=map(_make_cells, versions)))
+    return _open_registry().list(name)
 
 
 def _open_registry() -> Registry:
@@ -100,29 +93,10 @@ def _make_cells(version: ModelVersion) -> list[str | Text]:
     return [version.ref, aliases, age, size, manifest.run_id or "-", numbers or "-"]
 
 
-@models.command()
-@click.argument("model", metavar="NAME@VERSION")
-@json_option
-@click.option("--code", "shows_code", is_flag=True, help="Print the code that is stored with it.")
-def show(model: str, as_json: bool, shows_code: bool) -> None:
-    """Show one version.
-
-    Its origin, how it is built and called, and whether its weights are intact.
-
-    \b
-    Examples:
-      shoal models show cartpole@3
-      shoal models show ranker@3 --code
-    """
-    registry = _open_registry()
-    version = registry.get(model)
-    if as_json:
-        print_json(_as_dict(version))
-        return
+def _show_version(shown: tuple[ModelVersion, bool]) -> Iterator[str]:
+    version, shows_code = shown
     if shows_code:
-        for path, text in _list_code(version).items():
-            click.echo(f"{click.style(f'# {path}', bold=True)}\n{text}")
-        return
+        return (f"{click.style(f'# {path}', bold=True)}\n{text}" for path, text in _list_code(version).items())
     is_module, manifest = version.manifest.model.format == "module", version.manifest
     snapshot = version.weight_file() if is_module else version.snapshot()
     files = f" in {len(manifest.parts)} files" if manifest.parts else ""
@@ -141,9 +115,9 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         ("registered", f"{format_timestamp(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
-        *([("preprocess by", manifest.model.preprocess)] if manifest.model.preprocess else []),
-        *([("postprocess by", manifest.model.postprocess)] if manifest.model.postprocess else []),
-        *([("actions", "sampled")] if manifest.model.action == "sampled" else []),
+        ("preprocess by", manifest.model.preprocess),
+        ("postprocess by", manifest.model.postprocess),
+        ("actions", "sampled" if manifest.model.action == "sampled" else ""),
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
@@ -154,18 +128,34 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         ("sha256", manifest.sha256),
         ("files", version.location),
     ]
-    for alias, moves in sorted(registry.aliases(version.name).moves.items()):
+    for alias, moves in sorted(_open_registry().aliases(version.name).moves.items()):
         facts += [
             (f"{alias} moved", f"by {each.kind} to {each.version}, {format_timestamp(each.time)}")
             for each in moves[-NUM_MOVES:]
         ]
-    print_facts(facts)
+    return format_facts(facts)
 
 
-@models.command()
-@click.argument("before", metavar="NAME@VERSION")
-@click.argument("after", metavar="NAME@VERSION")
-def diff(before: str, after: str) -> None:
+@models.verb(show=_show_version, to_json=lambda shown: _as_dict(shown[0]))
+def show(
+    model: VersionName,
+    *,
+    shows_code: Annotated[bool, "--code", "Print the code that is stored with it."] = False,
+) -> tuple[ModelVersion, bool]:
+    """Show one version.
+
+    Its origin, how it is built and called, and whether its weights are intact.
+
+    \b
+    Examples:
+      shoal models show cartpole@3
+      shoal models show ranker@3 --code
+    """
+    return _open_registry().get(model), shows_code
+
+
+@models.verb()
+def diff(before: VersionName, after: VersionName) -> Iterator[str]:
     """Compare two versions: their code, packages, arguments, signature, metrics and data.
 
     \b
@@ -178,28 +168,25 @@ def diff(before: str, after: str) -> None:
     facts, others = _list_facts(old), _list_facts(new)
     for name in sorted({*facts, *others}):
         if facts.get(name) != others.get(name):
-            click.echo(f"{name}: {facts.get(name, '-')} -> {others.get(name, '-')}")
+            yield f"{name}: {facts.get(name, '-')} -> {others.get(name, '-')}"
     texts, changed = _list_code(old), _list_code(new)
     for path in sorted({*texts, *changed}):
         was, now = (each.get(path, "").splitlines() for each in (texts, changed))
         for line in difflib.unified_diff(was, now, f"{old.ref}/{path}", f"{new.ref}/{path}", lineterm=""):
-            click.secho(line, fg={"+": "green", "-": "red"}.get(line[0]))
+            yield click.style(line, fg={"+": "green", "-": "red"}.get(line[0]))
 
 
-@models.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--name", help="The model's name; that of the file by default.")
-@click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
-@click.option(
-    "--signature",
-    "signature_file",
-    type=click.Path(path_type=Path),
-    help="The tensors of a TorchScript file, in YAML or JSON.",
-)
-@click.option(
-    "--format", "format_name", help="A format of your own, as my_format:FORMAT; by the file's suffix by default."
-)
-def add(file: Path, name: str | None, alias: str, signature_file: Path | None, format_name: str | None) -> None:
+@models.verb()
+def add(
+    file: Path,
+    *,
+    name: Annotated[str | None, "The model's name; that of the file by default."] = None,
+    alias: Annotated[str, "An alias for this version."] = "champion",
+    signature_file: Annotated[Path | None, "--signature", "The tensors of a TorchScript file, in YAML or JSON."] = None,
+    format_name: Annotated[
+        str | None, "--format", "A format of your own, as my_format:FORMAT; by the file's suffix by default."
+    ] = None,
+) -> Iterator[str]:
     """Register a model file: torch.export (.pt2), ONNX (.onnx) or TorchScript (.pt, .ts, .jit).
 
     Its inputs and outputs are read from the file, or from --signature for TorchScript. Requests share a batch along the
@@ -225,25 +212,25 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
         signature=signature,
         aliases=(alias,),
     )
-    click.echo(f"{version.name}@{alias} is {version.ref} now.")
+    yield f"{version.name}@{alias} is {version.ref} now."
     for verb, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
-        click.echo(f"It {verb} {'; '.join(map(_format_tensor, tensors))}")
+        yield f"It {verb} {'; '.join(map(_format_tensor, tensors))}"
     if without := [spec for spec in (*signature.inputs, *signature.outputs) if not has_batch_first(spec)]:
-        click.echo(
+        yield (
             f"Dimension 0 of {', '.join(spec.name for spec in without)} is not dynamic. To batch requests, export it"
             " with a dynamic first dimension (torch.export: dynamic_shapes with one Dim('batch')), or name the"
             " dimension of the batch where you serve it: endpoint.model.batch_dim='{TENSOR: 1}'"
         )
     unbatched = " endpoint.model.max_batch_size=0" if without else ""
-    click.echo(f"Serve it: shoal serve deploy {version.name}@{alias}{unbatched}")
+    yield f"Serve it: shoal serve deploy {version.name}@{alias}{unbatched}"
 
 
-@models.command()
-@click.argument("model", metavar="NAME@VERSION")
-@click.option(
-    "--dcp", "folder", type=click.Path(path_type=Path), required=True, help="The folder to write, which does not exist."
-)
-def export(model: str, folder: Path) -> None:
+@models.verb()
+def export(
+    model: VersionName,
+    *,
+    folder: Annotated[Path, "--dcp", "The folder to write, which does not exist."],
+) -> str:
     """Write the weights of a version as a distributed checkpoint.
 
     Its format is that of torch.distributed.checkpoint (DCP), with the tensors' own names at the top, as torchtitan has
@@ -265,13 +252,11 @@ def export(model: str, folder: Path) -> None:
     tensors = open_weight_file(version.weight_file())
     with draft_folder(folder) as draft:
         write_dcp(draft, tensors.describe(), tensors)
-    click.echo(f"{folder} has the {len(tensors)} tensors of {version.ref}. Begin a run with them: init={folder}")
+    return f"{folder} has the {len(tensors)} tensors of {version.ref}. Begin a run with them: init={folder}"
 
 
-@models.command()
-@click.argument("model", metavar="NAME@VERSION")
-@click.option("--alias", default="champion", show_default=True, help="The alias to move.")
-def promote(model: str, alias: str) -> None:
+@models.verb()
+def promote(model: VersionName, *, alias: Annotated[str, "The alias to move."] = "champion") -> str:
     """Move an alias to this version.
 
     Endpoints that follow the alias then serve it.
@@ -285,13 +270,11 @@ def promote(model: str, alias: str) -> None:
     version = Registry().promote(model, alias)
     option = "" if alias == "champion" else f" --alias {alias}"
     back = f"shoal models rollback {version.name}{option}"
-    click.echo(f"{version.name}@{alias} is {version.ref} now. Back to the one before: {back}")
+    return f"{version.name}@{alias} is {version.ref} now. Back to the one before: {back}"
 
 
-@models.command()
-@click.argument("name")
-@click.option("--alias", default="champion", show_default=True, help="The alias to move back.")
-def rollback(name: str, alias: str) -> None:
+@models.verb()
+def rollback(name: str, *, alias: Annotated[str, "The alias to move back."] = "champion") -> str:
     """Move an alias back by one promotion.
 
     The alias of the model NAME returns to its previous version.
@@ -302,13 +285,11 @@ def rollback(name: str, alias: str) -> None:
       shoal models rollback cartpole --alias candidate
     """
     version = Registry().rollback(name, alias)
-    click.echo(f"{version.name}@{alias} is {version.ref} now.")
+    return f"{version.name}@{alias} is {version.ref} now."
 
 
-@models.command("rm")
-@click.argument("references", metavar="NAME[@VERSION]...", nargs=-1, required=True)
-@yes_option
-def remove(references: tuple[str, ...], yes: bool) -> None:
+@models.verb("rm")
+def remove(references: Annotated[Texts, "NAME[@VERSION]..."], *, yes: Yes = False) -> Iterator[str]:
     """Remove a version, or with NAME alone a model: all of its versions and aliases.
 
     A version that an alias names, that an endpoint serves, or that adapters have as their base, is refused. No number
@@ -341,16 +322,18 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
     confirm_removal(list(names), "models", yes)
     for each in names:
         registry.remove(each)
-        click.echo(f"{each} is removed")
+        yield f"{each} is removed"
 
 
-@models.command()
-@click.argument("name", required=False)
-@click.option("--keep", type=click.IntRange(min=0), help="Keep the newest versions of each model, so many.")
-@click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep newer versions than this, such as 30d.")
-@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
-@yes_option
-def prune(name: str | None, keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
+@models.verb()
+def prune(
+    name: str | None = None,
+    *,
+    keep: Annotated[NotNegative | None, "Keep the newest versions of each model, so many."] = None,
+    older_than: Annotated[OlderThan, "Keep newer versions than this, such as 30d."] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> Iterator[str]:
     """Remove old versions of every model, or of the model NAME.
 
     With both options, a version goes that is beyond the newest and old. Versions that an alias names, that an endpoint
@@ -373,14 +356,13 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     served = find_served_versions(home() / "endpoints", registry.location)
     bases = registry.find_dependents()
     references = [each.ref for each in old if (each.name, each.version) not in served and each.ref not in bases]
-    if dry_run or not references:
-        click.echo("\n".join(["These would go:", *references]) if references else "Nothing is to be removed.")
-        return
-    confirm_removal(references, "models", yes)
-    for each in references:
-        registry.remove(each)
-    registry.remove_leftovers()
-    click.echo(f"removed: {len(references)}")
+
+    def remove() -> None:
+        for each in references:
+            registry.remove(each)
+        registry.remove_leftovers()
+
+    return remove_old(references, "models", remove, dry_run=dry_run, is_confirmed=yes)
 
 
 def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
@@ -441,14 +423,16 @@ def _list_code(found: ModelVersion) -> dict[str, str]:
     return {**texts, **binary}
 
 
-def _describe_code(code: ModelCode | None) -> list[tuple[str, str]]:
+def _describe_code(code: ModelCode | None) -> list[tuple[str, str | None]]:
     if code is None:
         return [("code", "not stored: this version runs whatever lies where it is loaded")]
     paths = [*code.files, *code.binary]
     packages = ", ".join(f"{name} {release}" for name, release in code.packages.items())
-    facts = [("code", f"{', '.join(paths)} (--code shows them)")] if paths else []
-    facts += [("packages", packages)] if packages else []
-    return [*facts, *([("packages differ", others)] if (others := code.describe_other_packages()) else [])]
+    return [
+        ("code", f"{', '.join(paths)} (--code shows them)" if paths else ""),
+        ("packages", packages),
+        ("packages differ", code.describe_other_packages()),
+    ]
 
 
 def _list_facts(found: ModelVersion) -> dict[str, object]:
@@ -461,11 +445,6 @@ def _list_facts(found: ModelVersion) -> dict[str, object]:
     for part, values in (*parts, ("data", manifest["data"]), ("lineage", manifest["lineage"])):
         facts |= {f"{part} {name}": value for name, value in values.items() if name != "source"}
     return facts
-
-
-def _as_dict(found: ModelVersion) -> dict[str, object]:
-    described = json.loads(found.manifest.model_dump_json())
-    return {**described, "aliases": list(found.aliases), "location": found.location}
 
 
 def _format_tensor(tensor: TensorSignature) -> str:

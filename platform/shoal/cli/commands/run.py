@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 
 from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cli.support.jobs import show_fields
-from shoal.cli.support.options import address_option, overrides_argument, plain_option
+from shoal.cli.support.options import Address, NotNegative, Overrides, Plain, Positive, Texts
+from shoal.cli.support.verbs import verb
 from shoal.cluster.job_main import ALL
 from shoal.cluster.runtime_env import format_options, parse_job_environment
-
-FILE = click.Path(path_type=Path)
 
 
 class _RunCommand(click.Command):
@@ -29,7 +29,7 @@ class _RunCommand(click.Command):
         ctx.exit(show_fields(ctx.params["job"], [*ctx.params["overrides"], *([ALL] if ALL in args else [])]))
 
 
-@click.command(
+@verb(
     cls=_RunCommand,
     epilog="""\b
 examples:
@@ -40,43 +40,23 @@ examples:
   shoal run train task=my_task.py:MyTask --pip 'einops>=0.8' --env HF_TOKEN
   shoal run actor_learner resume=20261120-064501-3f2a""",
 )
-@click.argument("job")
-@overrides_argument
-@click.option(
-    "--actors",
-    default=0,
-    type=click.IntRange(min=0),
-    show_default=True,
-    help="External actor processes to start on this machine.",
-)
-@click.option(
-    "--envs", default=1, type=click.IntRange(min=1), show_default=True, help="Environments of each of these processes."
-)
-@click.option(
-    "--inference",
-    default="local",
-    type=click.Choice(["local", "remote"]),
-    show_default=True,
-    help="Where these actors' policy runs: in them, or at the gateway.",
-)
-@click.option("--runtime-env", type=FILE, metavar="FILE", help="YAML of Ray's runtime_env for the job and its workers.")
-@click.option("--pip", multiple=True, metavar="PACKAGE", help="A package that Ray installs for them; may be repeated.")
-@click.option("--image", default="", help="The container image that they run in; nodes need Podman.")
-@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of theirs; may be repeated.")
-@address_option
-@plain_option
 def run(
     job: str,
-    overrides: tuple[str, ...],
-    actors: int,
-    envs: int,
-    inference: str,
-    runtime_env: Path | None,
-    pip: tuple[str, ...],
-    image: str,
-    env: tuple[str, ...],
-    address: str | None,
-    plain: bool,
+    overrides: Overrides = (),
+    *,
+    actors: Annotated[NotNegative, "External actor processes to start on this machine."] = 0,
+    envs: Annotated[Positive, "Environments of each of these processes."] = 1,
+    inference: Annotated[
+        Literal["local", "remote"], "Where these actors' policy runs: in them, or at the gateway."
+    ] = "local",
+    runtime_env: Annotated[
+        Path | None, "--runtime-env FILE", "YAML of Ray's runtime_env for the job and its workers."
+    ] = None,
+    pip: Annotated[Texts, "--pip PACKAGE", "A package that Ray installs for them; may be repeated."] = (),
+    image: Annotated[str, "The container image that they run in; nodes need Podman."] = "",
+    env: Annotated[Texts, "--env NAME[=VALUE]", "A variable of theirs; may be repeated."] = (),
+    address: Address = None,
+    plain: Plain = False,
 ) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
 

@@ -9,28 +9,27 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import Annotated
 
 import click
-from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
 from shoal.cli.display.rl_display import describe_spaces
 from shoal.cli.support.console import (
-    DefaultCommandGroup,
     confirm_removal,
+    format_facts,
     make_literal_console,
     make_number_column,
     make_table,
-    parse_age,
-    print_facts,
-    print_json,
+    remove_old,
 )
-from shoal.cli.support.jobs import RAY_LOG_LINE
-from shoal.cli.support.options import json_option, yes_option
+from shoal.cli.support.jobs import RAY_LOG_LINE, follow_output
+from shoal.cli.support.options import DryRun, NotNegative, OlderThan, Positive, Texts, Yes
+from shoal.cli.support.verbs import AsJson, DefaultCommandGroup, verb
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.plugins.find import load_sound_extensions
@@ -85,12 +84,107 @@ def runs() -> None:
     """
 
 
-@runs.command()
-@click.argument("run", required=False)
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
-@json_option
-@click.option("--follow", is_flag=True, help="Show RUN live; Ctrl-C ends the display, not the run.")
-def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
+def _show(shown: Run | list[Run] | None) -> object:
+    if not isinstance(shown, list):
+        return shown and _show_run(shown)
+    if not shown:
+        return "There are no runs yet. Start one:\n\n  shoal run --help"
+    is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in shown)
+    columns = [
+        Column("run", no_wrap=is_short, overflow="fold"),
+        Column("job", overflow="fold"),
+        Column("status", no_wrap=True),
+        *map(make_number_column, ("age", "duration")),
+        Column("best", overflow="fold"),
+    ]
+    return make_table(*columns, rows=map(_make_cells, shown)), Text(
+        f"One of them: shoal runs {shown[0].id}", style="dim"
+    )
+
+
+def _make_cells(run: Run) -> list[str | Text]:
+    best = run.best()
+    judged = f"{format_number(best[1])} {best[0].removeprefix(VALIDATION)}" if best else "-"
+    age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
+    host = "" if run.copied_from is None else f" on {run.copied_from}"
+    status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
+    if run.read_queue_entry() is not None:
+        status = Text(WAITING, style="yellow")
+    return [run.id, run.title, status, age, duration, judged]
+
+
+def _show_run(run: Run) -> Iterator[object]:
+    dirty = ", with uncommitted changes" if run.git_dirty else ""
+    entry = run.read_queue_entry()
+    status = run.status.value if entry is None else f"{WAITING}: {format_warning(WAITING, entry)}"
+    colour = _COLOURS.get(run.status) if entry is None else "yellow"
+    facts = [
+        ("run", run.id),
+        ("job", run.title),
+        ("status", click.style(status, fg=colour)),
+        ("error", run.error and click.style(run.error, fg="red")),
+        ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),
+        ("duration", format_duration(run.duration_s)),
+        ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
+        ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
+        ("command", run.command),
+        ("spaces", describe_spaces(run)),
+        ("files", str(run.folder)),
+    ]
+    yield format_facts(facts)
+    yield from _show_record(run)
+    yield Text("\nWhat to type next", style="bold")
+    models = [f"{row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    commands = [f"shoal report {run.id}", *list_views(run, models)]
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED, Status.NOT_REACHED):
+        commands.append(format_resume_command(run))
+    yield from (f"  {command}" for command in commands)
+
+
+def _make_section(title: str, rows: Sequence[Sequence[str | Text]]) -> Iterator[object]:
+    """Rows below a title; nothing without rows."""
+    if rows:
+        table = make_table(*(Column(overflow="fold") for _ in rows[0]), rows=rows)
+        table.show_header, table.padding = False, (0, 2, 0, 2)
+        yield from (Text(f"\n{title}", style="bold"), table)
+
+
+def _show_record(run: Run) -> Iterator[object]:
+    """Its newest metrics, or what its kind shows in their place; endpoints, models and events."""
+    latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
+    if (shown := run_view.render_record(run)) is not None:
+        yield from (Text(f"\n{shown[0]}", style="bold"), shown[1])
+    elif not latest:
+        yield "\nNo metrics have been logged."
+    else:
+        metrics = [(name, Text(format_metric(name, value), justify="right")) for name, value in sorted(latest.items())]
+        yield from _make_section("Newest metrics", metrics)
+    yield from _make_section(
+        "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()]
+    )
+    models = [
+        (f"{each['name']}@{each['version']}", ", ".join(each["aliases"])) for each in run.models().to_dict("records")
+    ]
+    yield from _make_section("Registered models (aliases then)", models)
+    rows = []
+    for event in events:
+        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
+        rows.append((Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details))
+    yield from _make_section("Last events", rows)
+
+
+def _to_json(shown: Run | list[Run]) -> object:
+    return shown.to_dict() if isinstance(shown, Run) else [each.to_dict() for each in shown]
+
+
+@runs.verb(show=_show, to_json=_to_json)
+def show(
+    run: str | None = None,
+    *,
+    limit: Annotated[Positive, "How many runs to list."] = 20,
+    as_json: AsJson = False,
+    follow: Annotated[bool, "Show RUN live; Ctrl-C ends the display, not the run."] = False,
+) -> Run | list[Run] | None:
     """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
 
     A run can be followed from anywhere on the machine that has its record, however its job was started.
@@ -101,47 +195,28 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
       shoal runs latest
       shoal runs 20261120-0645 --follow
     """
-    console = Console()
     if follow and (run is None or as_json):
         remedy = "for example: shoal runs latest --follow"
         raise ConfigError("follow", run or "", "needs one run, and no --json", remedy)
-    if run is not None:
-        record = load(run)
-        if follow:
-            try:
-                _show(console, run_view.follow_run(record, make_literal_console()))
-            except KeyboardInterrupt:
-                click.echo(f"{record.id} goes on: shoal runs {record.id} --follow")
-        elif as_json:
-            print_json(record.to_dict())
-        else:
-            _show(console, record)
-        return
-    listed = list_runs(limit)
-    if as_json:
-        print_json([each.to_dict() for each in listed])
-    elif not listed:
-        console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
-    else:
-        is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
-        columns = [
-            Column("run", no_wrap=is_short, overflow="fold"),
-            Column("job", overflow="fold"),
-            Column("status", no_wrap=True),
-            *map(make_number_column, ("age", "duration")),
-            Column("best", overflow="fold"),
-        ]
-        console.print(make_table(*columns, rows=map(_make_cells, listed)))
-        console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
+    if run is None:
+        return list_runs(limit)
+    record = load(run)
+    if not follow:
+        return record
+    try:
+        return run_view.follow_run(record, make_literal_console())
+    except KeyboardInterrupt:
+        click.echo(f"{record.id} goes on: shoal runs {record.id} --follow")
+        return None
 
 
-@click.command()
-@click.argument("run", default="latest")
-@click.option(
-    "--follow", is_flag=True, help="Go on as lines come, to the end of the run; Ctrl-C ends the display alone."
-)
-@click.option("--of", "process", metavar="NAME", help="Of one process alone: driver, worker-4711, actor-0.")
-def logs(run: str, follow: bool, process: str | None) -> None:
+@verb()
+def logs(
+    run: str = "latest",
+    *,
+    follow: Annotated[bool, "Go on as lines come, to the end of the run; Ctrl-C ends the display alone."] = False,
+    process: Annotated[str | None, "--of NAME", "Of one process alone: driver, worker-4711, actor-0."] = None,
+) -> Iterator[str]:
     """Show what the driver of a RUN, its workers and its actors printed: by default of the newest run.
 
     The driver's lines come as they are, all others with the name of their process before them. They are in the run's
@@ -156,17 +231,15 @@ def logs(run: str, follow: bool, process: str | None) -> None:
     """
     record = load(run)
     reader, num_lines = OutputReader(record.folder), 0
+
+    def is_over() -> bool:
+        return not follow or record.reload().status is not Status.RUNNING
+
     try:
-        while True:
-            is_over = not follow or record.status is not Status.RUNNING  # before it is read for the last time
-            for name, line in reader.read_new_lines(is_over=is_over):
-                if process in (None, name) and not RAY_LOG_LINE.search(line):
-                    click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
-                    num_lines += 1
-            if is_over:
-                break
-            time.sleep(FOLLOW_S)
-            record = record.reload()
+        for name, line in follow_output(reader.read_new_lines, is_over, FOLLOW_S):
+            if process in (None, name) and not RAY_LOG_LINE.search(line):
+                yield line if name in (DRIVER, process) else f"{name} | {line}"
+                num_lines += 1
     except KeyboardInterrupt:
         return
     if not num_lines:
@@ -175,10 +248,8 @@ def logs(run: str, follow: bool, process: str | None) -> None:
         raise RunError(f"run {record.id}: {problem}: {known}")
 
 
-@runs.command("rm")
-@click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@yes_option
-def remove(names: tuple[str, ...], yes: bool) -> None:
+@runs.verb("rm")
+def remove(names: Annotated[Texts, "RUN..."], *, yes: Yes = False) -> Iterator[str]:
     """Remove runs: their records, and their folders with checkpoints and experience.
 
     A run that goes on is refused. Registered models stay. With SHOAL_STORE, a run goes from the store too, also
@@ -193,20 +264,21 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
     reject_running_runs(records)
     confirm_removal([run.id for run in records], _describe_removal(), yes)
     remove_runs(records)
-    for run in records:
-        click.echo(f"{run.id} is removed")
+    yield from (f"{run.id} is removed" for run in records)
 
 
 def _describe_removal() -> str:
     return "records and files, in the store too" if os.environ.get("SHOAL_STORE") else "records and files"
 
 
-@runs.command()
-@click.option("--keep", type=click.IntRange(min=0), help="Keep the newest runs, so many.")
-@click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep what ended later, such as 30d or 12h ago.")
-@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
-@yes_option
-def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
+@runs.verb()
+def prune(
+    *,
+    keep: Annotated[NotNegative | None, "Keep the newest runs, so many."] = None,
+    older_than: Annotated[OlderThan, "Keep what ended later, such as 30d or 12h ago."] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> Iterator[str]:
     """Remove old runs, what killed processes left of runs, and free the record's disk space.
 
     With both options, a run goes that is beyond the newest and old. A run that goes on stays, with its trials. With
@@ -221,20 +293,17 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) 
         raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal runs prune --keep 50")
     old = choose_old_runs(list_runs(ANY_NUMBER), keep or 0, older_than or 0.0, time.time())
     names = [*(run.id for run in old), *(f"{path} (no run has it)" for path in list_leftovers())]
-    if dry_run or not names:
-        click.echo("\n".join(["These would go:", *names]) if names else "Nothing is to be removed.")
-        return
-    confirm_removal(names, _describe_removal(), yes)
-    remove_runs(old)
-    remove_leftovers()
-    vacuum()
-    click.echo(f"removed: {len(names)}")
+
+    def remove() -> None:
+        remove_runs(old)
+        remove_leftovers()
+        vacuum()
+
+    return remove_old(names, _describe_removal(), remove, dry_run=dry_run, is_confirmed=yes)
 
 
-@click.command()
-@click.argument("run")
-@click.argument("actor")
-def release(run: str, actor: str) -> None:
+@verb()
+def release(run: str, actor: str) -> str:
     """Release an ACTOR of a RUN from quarantine, as `shoal status` lists it, when it has been mended.
 
     \b
@@ -243,13 +312,11 @@ def release(run: str, actor: str) -> None:
     """
     record = load(run)
     release_in_run(record.folder, actor)
-    click.echo(f"{actor} is released: run {record.id} takes its segments again")
+    return f"{actor} is released: run {record.id} takes its segments again"
 
 
-@click.command("set")
-@click.argument("run")
-@click.argument("settings", nargs=-1, required=True, metavar="NAME=VALUE...")
-def set_settings(run: str, settings: tuple[str, ...]) -> None:
+@verb("set")
+def set_settings(run: str, settings: Annotated[Texts, "NAME=VALUE..."]) -> str:
     """Change the SETTINGS of a RUN's games: they are told within a second, and later games when they join.
 
     \b
@@ -265,47 +332,7 @@ def set_settings(run: str, settings: tuple[str, ...]) -> None:
         raise ConfigError("run", record.id, "has no games", "name a run of actors")
     is_over = record.status not in (Status.CREATED, Status.RUNNING)
     when = " once it is resumed" if is_over else ""
-    click.echo(f"run {record.id}{when}: {', '.join(f'{name}={value}' for name, value in changed.items())}")
-
-
-def _make_cells(run: Run) -> list[str | Text]:
-    best = run.best()
-    judged = f"{format_number(best[1])} {best[0].removeprefix(VALIDATION)}" if best else "-"
-    age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
-    host = "" if run.copied_from is None else f" on {run.copied_from}"
-    status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
-    if run.read_queue_entry() is not None:
-        status = Text(WAITING, style="yellow")
-    return [run.id, run.title, status, age, duration, judged]
-
-
-def _show(console: Console, run: Run) -> None:
-    dirty = ", with uncommitted changes" if run.git_dirty else ""
-    entry = run.read_queue_entry()
-    status = run.status.value if entry is None else f"{WAITING}: {format_warning(WAITING, entry)}"
-    colour = _COLOURS.get(run.status) if entry is None else "yellow"
-    facts = [
-        ("run", run.id),
-        ("job", run.title),
-        ("status", click.style(status, fg=colour)),
-        *([("error", click.style(run.error, fg="red"))] if run.error else []),
-        ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),
-        ("duration", format_duration(run.duration_s)),
-        ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
-        ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
-        ("command", run.command),
-        *([("spaces", spaces)] if (spaces := describe_spaces(run)) else []),
-        ("files", str(run.folder)),
-    ]
-    print_facts(facts)
-    _show_record(console, run)
-    console.print(Text("\nWhat to type next", style="bold"))
-    models = [f"{row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
-    commands = [f"shoal report {run.id}", *list_views(run, models)]
-    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED, Status.NOT_REACHED):
-        commands.append(format_resume_command(run))
-    for command in commands:
-        click.echo(f"  {command}")
+    return f"run {record.id}{when}: {', '.join(f'{name}={value}' for name, value in changed.items())}"
 
 
 def list_views(run: Run, models: Sequence[str]) -> list[str]:
@@ -323,38 +350,6 @@ def list_views(run: Run, models: Sequence[str]) -> list[str]:
         where = " --env MODULE:FUNCTION" if env.startswith("{") else ""  # spaces: of games that joined
         commands.append(f"shoal play {models[0]}{where} --record film.webp")
     return commands
-
-
-def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:
-    """Rows below a title; nothing without rows."""
-    if rows:
-        table = make_table(*(Column(overflow="fold") for _ in rows[0]), rows=rows)
-        table.show_header, table.padding = False, (0, 2, 0, 2)
-        console.print(Text(f"\n{title}", style="bold"))
-        console.print(table)
-
-
-def _show_record(console: Console, run: Run) -> None:
-    """Its newest metrics, or what its kind shows in their place; endpoints, models and events."""
-    latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
-    if (shown := run_view.render_record(run)) is not None:
-        console.print(Text(f"\n{shown[0]}", style="bold"))
-        console.print(shown[1])
-    elif not latest:
-        console.print("\nNo metrics have been logged.", highlight=False)
-    else:
-        metrics = [(name, Text(format_metric(name, value), justify="right")) for name, value in sorted(latest.items())]
-        _print_section(console, "Newest metrics", metrics)
-    _print_section(console, "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()])
-    models = [
-        (f"{each['name']}@{each['version']}", ", ".join(each["aliases"])) for each in run.models().to_dict("records")
-    ]
-    _print_section(console, "Registered models (aliases then)", models)
-    rows = []
-    for event in events:
-        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
-        rows.append((Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details))
-    _print_section(console, "Last events", rows)
 
 
 def format_resume_command(run: Run, command: str = "") -> str:

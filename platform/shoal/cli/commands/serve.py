@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 import click
 import msgspec
-from rich.console import Console
 from rich.live import Live
 
 from shoal.cli.commands.serve_deploy import delete, deploy, find_remote_endpoint, list_jobs_by_endpoint
 from shoal.cli.display import serve_display
-from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
+from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.endpoint_logs import EndpointLogs
-from shoal.cli.support.options import PERCENT, SECONDS, FiniteRange, ca_option, endpoint_option
-from shoal.client import Client
-from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
+from shoal.cli.support.jobs import follow_output
+from shoal.cli.support.options import EndpointName, FiniteRange, ModelName, Percent, Positive, Seconds, Texts, ca_option
+from shoal.cli.support.verbs import AsJson, CommandGroup
+from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.cluster.attach import find_cluster
 from shoal.config import parse_overrides
@@ -30,12 +30,12 @@ from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceErr
 from shoal.registry import split_ref
 from shoal.serve.spec.model_options import ModelOptions
 
-STATUS_TIMEOUT_S = 5.0
+CALL_OPTIONS: dict[str, Any] = {"timeout_s": 5.0, "num_retries": 2}
 INTERVAL_S = 1.0  # between two updates of a status
-NUM_RETRIES = 2
+Reason = Annotated[str, "For the record."]
 
 
-@click.group(cls=ExtensibleCommandGroup)
+@click.group(cls=CommandGroup)
 def serve() -> None:
     """Serve models: deploy, show, roll out, roll back, delete.
 
@@ -54,30 +54,51 @@ for verb in (deploy, delete):
     serve.add_command(verb)
 
 
-@contextmanager
-def connect_client(endpoint: str | None, model: str = "") -> Iterator[tuple[FoundEndpoint, Client]]:
-    """The requested endpoint, or the one that serves the model, and a client for it."""
-    target = find_endpoint(endpoint, model)
-    with Client(target.url, token=token_for(target.url), timeout_s=STATUS_TIMEOUT_S, num_retries=NUM_RETRIES) as client:
-        yield target, client
-
-
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-@serve.command()
-@click.argument("endpoint", required=False, metavar="[NAME|URL]")
+class _Reading(NamedTuple):
+    """An endpoint and its status, or why there is none."""
+
+    found: FoundEndpoint
+    status: EndpointStatus
+    problem: str = ""
+
+
+def _show_status(shown: _Reading | list[_Reading] | None) -> object:
+    if isinstance(shown, list):
+        return (
+            f"{found.name}: {problem}, at {found.url}" if problem else serve_display.format_summary(now, found.url)
+            for found, now, problem in shown
+        )
+    draw = serve_display.render if make_literal_console().is_terminal else serve_display.format_plain_lines
+    return shown and draw(shown.status, shown.found.url)
+
+
+def _to_documents(shown: _Reading | list[_Reading]) -> object:
+    if isinstance(shown, _Reading):
+        return msgspec.to_builtins(shown.status)
+    return [
+        {"url": found.url, **({"error": problem} if problem else msgspec.to_builtins(now))}
+        for found, now, problem in shown
+    ]
+
+
+@serve.verb(show=_show_status, to_json=_to_documents)
 @ca_option
-@click.option("--follow", is_flag=True, help="Show it repeatedly, until Ctrl-C.")
-@click.option("--once", is_flag=True, help="Show it once; the default without --follow.")
-@click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
-@click.option(
-    "--interval-s",
-    type=FiniteRange(min=0.1),
-    metavar="SECONDS",
-    help=f"Between two updates; follows.  [default: {INTERVAL_S:g}]",
-)
-def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interval_s: float | None) -> None:
+def status(
+    endpoint: Annotated[str | None, "[NAME|URL]"] = None,
+    *,
+    follow: Annotated[bool, "Show it repeatedly, until Ctrl-C."] = False,
+    once: Annotated[bool, "Show it once; the default without --follow."] = False,
+    as_json: Annotated[AsJson, "Print the status document, once."] = False,
+    interval_s: Annotated[
+        float | None,
+        FiniteRange(min=0.1),
+        "--interval-s SECONDS",
+        f"Between two updates; follows.  [default: {INTERVAL_S:g}]",
+    ] = None,
+) -> _Reading | list[_Reading] | None:
     """Show an endpoint: its versions, their share of the requests, rates, latencies, errors.
 
     A table on a terminal, and a line for each version elsewhere. --follow updates it until Ctrl-C. Without a name, of
@@ -91,28 +112,25 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
     """
     if follow and (once or as_json):
         raise ConfigError("follow", True, "contradicts --once and --json, which print once", "leave one of them out")
-    console = make_literal_console(soft_wrap=not sys.stdout.isatty())
     several = list_endpoints() if endpoint is None and not (follow or interval_s is not None) else []
     if len(several) > 1:
-        _print_all(console, several, as_json)
-        return
-    with connect_client(endpoint) as (found, client):
+        return [_Reading(each, *_poll_status(each.read_status, EndpointStatus(each.name))) for each in several]
+    found = find_endpoint(endpoint)
+    with found.connect(**CALL_OPTIONS) as client:
         now = client.status()
-        if as_json:
-            print_json(msgspec.to_builtins(now))
-        elif not once and (follow or interval_s is not None):
-            _watch(console, found.url, now, client.status, interval_s or INTERVAL_S)
-        elif console.is_terminal:
-            console.print(serve_display.render(now, found.url))
-        else:
-            console.print("\n".join(serve_display.format_plain_lines(now, found.url)))
+        if as_json or once or not (follow or interval_s is not None):
+            return _Reading(found, now)
+        _watch(found.url, now, client.status, interval_s or INTERVAL_S)
+    return None
 
 
-@serve.command()
-@click.argument("endpoint", required=False, metavar="[NAME]")
-@click.option("--address", help="The cluster: a dashboard URL.  [default: the one that is up]")
-@click.option("--follow", is_flag=True, help="Go on as lines come, until Ctrl-C.")
-def logs(endpoint: str | None, address: str | None, follow: bool) -> None:
+@serve.verb()
+def logs(
+    endpoint: Annotated[str | None, "[NAME]"] = None,
+    *,
+    address: Annotated[str | None, "The cluster: a dashboard URL.  [default: the one that is up]"] = None,
+    follow: Annotated[bool, "Go on as lines come, until Ctrl-C."] = False,
+) -> Iterator[str]:
     """Show what an endpoint's job, controller and replicas print, with the name of the process before each line.
 
     The controller prints each change: deploy, canary, promote, rollback, lost replicas, with version, caller and
@@ -131,13 +149,9 @@ def logs(endpoint: str | None, address: str | None, follow: bool) -> None:
     job = list_jobs_by_endpoint(cluster).get(name)
     reader, num_lines = EndpointLogs(cluster, name, job.submission_id if job else ""), 0
     try:
-        while True:
-            for process, line in reader.read_new_lines(is_over=not follow):
-                click.echo(f"{process} | {line}")
-                num_lines += 1
-            if not follow:
-                break
-            time.sleep(INTERVAL_S)
+        for process, line in follow_output(reader.read_new_lines, lambda: not follow, INTERVAL_S):
+            yield f"{process} | {line}"
+            num_lines += 1
     except KeyboardInterrupt:
         return
     if not num_lines:
@@ -145,25 +159,9 @@ def logs(endpoint: str | None, address: str | None, follow: bool) -> None:
         raise RunError(f"endpoint {name} has printed nothing; of the endpoints: {known or 'none is up'}")
 
 
-def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bool) -> None:
-    """Print each endpoint's document, or a line for it; one that does not answer has its error there."""
-    documents: list[dict[str, object]] = []
-    for found in endpoints:
-        with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
-            now, trouble = _poll_status(client.status, EndpointStatus(found.name))
-        documents.append({"url": found.url, **(msgspec.to_builtins(now) if not trouble else {"error": trouble})})
-        if not as_json:
-            line = serve_display.format_summary(now, found.url)
-            console.print(f"{found.name}: {trouble}, at {found.url}" if trouble else line)
-    if as_json:
-        print_json(documents)
-
-
-def _watch(
-    console: Console, url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float
-) -> None:
+def _watch(url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float) -> None:
     """Show it until Ctrl-C, waiting for an unavailable endpoint."""
-    trouble = ""
+    console, trouble = make_literal_console(soft_wrap=not sys.stdout.isatty()), ""
     try:
         if not console.is_terminal:
             while True:
@@ -193,12 +191,18 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 # -- rolling out ------------------------------------------------------------------------------------------------------
 
 
-@serve.command()
-@click.argument("model", metavar="NAME[@VERSION]")
-@click.option("--percent", type=PERCENT, default=10.0, show_default=True, help="Of its requests.")
-@endpoint_option
+def _roll_out(action: str, model: str, endpoint: str | None, **options: Any) -> str:
+    """Change which versions of a model answer; the endpoint resolves an alias, or the word for none at all."""
+    name, word = split_ref(model)
+    with find_endpoint(endpoint, name).connect(**CALL_OPTIONS) as client:
+        return _format_model(client.rollout(action, name, version=word or None, **options))
+
+
+@serve.verb()
 @ca_option
-def canary(model: str, percent: float, endpoint: str | None) -> None:
+def canary(
+    model: ModelName, *, percent: Annotated[Percent, "Of its requests."] = 10.0, endpoint: EndpointName = None
+) -> str:
     """Send a part of a model's requests to a version, alongside the stable one.
 
     Every replica loads it before its first request. It is rolled back automatically when it fails more often, or is
@@ -215,16 +219,12 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve canary fashion --percent 20         another share for the present candidate
       shoal serve canary cartpole                     the run's newest weights
     """
-    name, version = _parse_candidate(model)
-    with connect_client(endpoint, name) as (_, client):
-        _print_shares(client.rollout("canary", name, version=version, percent=percent))
+    return _roll_out("canary", model, endpoint, percent=percent)
 
 
-@serve.command()
-@click.argument("model", metavar="NAME[@VERSION]")
-@endpoint_option
+@serve.verb()
 @ca_option
-def promote(model: str, endpoint: str | None) -> None:
+def promote(model: ModelName, *, endpoint: EndpointName = None) -> str:
     """Let the candidate, or this version, answer all requests of a model.
 
     No request fails, and none is answered by a mixture: every replica loads the version before the first uses it. A
@@ -236,19 +236,19 @@ def promote(model: str, endpoint: str | None) -> None:
       shoal serve promote fashion@4
       shoal serve promote cartpole                    the run's newest weights, and all later ones
     """
-    name, version = _parse_candidate(model)
-    with connect_client(endpoint, name) as (_, client):
-        _print_shares(client.rollout("promote", name, version=version))
+    return _roll_out("promote", model, endpoint)
 
 
-@serve.command("set")
-@click.argument("model", metavar="NAME")
-@click.argument("overrides", nargs=-1, required=True, metavar="A.B=C...")
-@click.option("--reason", default="", help="For the record.")
-@click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for every replica.")
-@endpoint_option
+@serve.verb("set")
 @ca_option
-def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
+def set_options(
+    model: Annotated[str, "NAME"],
+    overrides: Annotated[Texts, "A.B=C..."],
+    *,
+    reason: Reason = "",
+    timeout_s: Annotated[Seconds, "How long to wait for every replica."] = 120.0,
+    endpoint: EndpointName = None,
+) -> str:
     """Change options of a model that is served (docs/serving-models.md explains them).
 
     Every replica loads its version once more, with the new options, while the present one answers. Then all of them
@@ -260,25 +260,20 @@ def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: 
       shoal serve set fashion max_batch_size=16 precision=bf16 --reason "latency"
       shoal serve set fashion guard.max_latency_ratio=3
     """
-    name, options = _parse_name(model), parse_overrides(ModelOptions, overrides)
-    with connect_client(endpoint, name) as (_, client):
-        _print_shares(client.rollout("set", name, options=options, reason=reason or None, timeout_s=timeout_s))
+    options = parse_overrides(ModelOptions, overrides)
+    return _roll_out("set", _parse_name(model), endpoint, options=options, reason=reason or None, timeout_s=timeout_s)
 
 
-@serve.command()
-@click.argument("model", metavar="NAME")
-@click.option("--to", type=click.IntRange(min=1), metavar="VERSION", help="A retained version of a live model.")
-@click.option(
-    "--from",
-    "rejected",
-    type=click.IntRange(min=1),
-    metavar="VERSION",
-    help="The version to leave.  [default: the present one]",
-)
-@click.option("--reason", default="", help="For the record.")
-@endpoint_option
+@serve.verb()
 @ca_option
-def rollback(model: str, to: int | None, rejected: int | None, reason: str, endpoint: str | None) -> None:
+def rollback(
+    model: Annotated[str, "NAME"],
+    *,
+    to: Annotated[Positive | None, "--to VERSION", "A retained version of a live model."] = None,
+    rejected: Annotated[Positive | None, "--from VERSION", "The version to leave.  [default: the present one]"] = None,
+    reason: Reason = "",
+    endpoint: EndpointName = None,
+) -> Iterator[str]:
     """End a canary or a shadow; without one, return to the previous version, or the alias's previous version.
 
     A model that follows the weights of a run returns to the version before the answering one, or to that of --to
@@ -294,24 +289,23 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
       shoal serve rollback cartpole --to 412
     """
     name = _parse_name(model)
-    with connect_client(endpoint, name) as (_, client):
+    with find_endpoint(endpoint, name).connect(**CALL_OPTIONS) as client:
         models = {model.name: model for model in client.status().models}
         before = models.get(name, ModelStatus(name))
         if not to:  # None for a model that chooses by itself, or an unknown one
             pinned = before.pinned if before.newest_percent is None else 0
             rejected = rejected or before.candidate or before.stable or pinned or None
         now = client.rollout("rollback", name, version=to, from_version=rejected, reason=reason or None)
-        _print_shares(now)
-        if before.candidate and now.stable != before.stable:
-            click.echo(f"{now.source} had come to mean version {now.stable}, which is followed now")
+    yield _format_model(now)
+    if before.candidate and now.stable != before.stable:
+        yield f"{now.source} had come to mean version {now.stable}, which is followed now"
 
 
-@serve.command()
-@click.argument("model", metavar="NAME[@VERSION]")
-@click.option("--percent", type=PERCENT, default=100.0, show_default=True, help="Of its requests.")
-@endpoint_option
+@serve.verb()
 @ca_option
-def shadow(model: str, percent: float, endpoint: str | None) -> None:
+def shadow(
+    model: ModelName, *, percent: Annotated[Percent, "Of its requests."] = 100.0, endpoint: EndpointName = None
+) -> str:
     """Send requests to a version as well, and count how often its outputs differ; clients never get its answers.
 
     \b
@@ -321,15 +315,7 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve shadow fashion@4 --percent 0        ends it
       shoal serve shadow cartpole                     the run's newest weights, alongside the answering ones
     """
-    name, version = _parse_candidate(model)
-    with connect_client(endpoint, name) as (_, client):
-        _print_shares(client.rollout("shadow", name, version=version, percent=percent))
-
-
-def _parse_candidate(ref: str) -> tuple[str, str | None]:
-    """Name, and number or alias, of a version; the endpoint resolves the alias, or none at all."""
-    name, word = split_ref(ref)
-    return name, word or None
+    return _roll_out("shadow", model, endpoint, percent=percent)
 
 
 def _parse_name(ref: str) -> str:
@@ -339,5 +325,5 @@ def _parse_name(ref: str) -> str:
     return name
 
 
-def _print_shares(model: ModelStatus) -> None:
-    click.echo(f"{model.name}: {serve_display.format_shares(model)}")
+def _format_model(model: ModelStatus) -> str:
+    return f"{model.name}: {serve_display.format_shares(model)}"

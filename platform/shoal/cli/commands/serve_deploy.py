@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -21,9 +21,16 @@ import shoal.runs
 from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command, suggest_text_commands
 from shoal.cli.display.serve_display import describe_following, format_shares
 from shoal.cli.support.jobs import describe_failure, end_on_interrupt, interrupt_on_termination, job_environment
-from shoal.cli.support.options import SECONDS, ca_option
-from shoal.client import Client
-from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
+from shoal.cli.support.options import Seconds, Texts, ca_option
+from shoal.cli.support.verbs import verb
+from shoal.client.discovery import (
+    GRPC_KIND,
+    INFERENCE_KIND,
+    STATUS_TIMEOUT_S,
+    FoundEndpoint,
+    find_endpoint,
+    list_endpoints,
+)
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle, JobInfo, JobStatus, list_jobs, new_submission_id, submit
@@ -51,33 +58,25 @@ from shoal.serve.spec.scale import MAX_REPLICAS
 
 POLL_S = 0.25
 ENDPOINT, LIFETIME = "shoal.endpoint", "shoal.lifetime"  # of the metadata of a job that keeps an endpoint up
-STATUS_TIMEOUT_S = 5.0
 MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
+ClusterAddress = Annotated[str | None, "The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]"]
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
-@click.option("--name", help="The endpoint's name.  [default: that of its first model]")
-@click.option("--port", type=click.IntRange(0, 65535), help="The port.  [default: a free port]")
-@click.option(
-    "--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Processes, each with every model.  [default: 1]"
-)
-@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call it, repeated; * is all.")
-@click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
-@click.option("--follow", type=click.Choice(["switch", "canary"]), help="How to follow an alias that has moved.")
-@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
+@verb()
 def deploy(
-    arguments: tuple[str, ...],
-    name: str | None,
-    port: int | None,
-    replicas: int | None,
-    allow_origin: tuple[str, ...],
-    into: str | None,
-    follow: str | None,
-    address: str | None,
-    timeout_s: float,
-) -> None:
+    arguments: Annotated[Texts, "NAME[@VERSION]|FILE.yaml... [A.B=C]..."] = (),
+    *,
+    name: Annotated[str | None, "The endpoint's name.  [default: that of its first model]"] = None,
+    port: Annotated[int | None, click.IntRange(0, 65535), "The port.  [default: a free port]"] = None,
+    replicas: Annotated[
+        int | None, click.IntRange(1, MAX_REPLICAS), "Processes, each with every model.  [default: 1]"
+    ] = None,
+    allow_origin: Annotated[Texts, "--allow-origin ORIGIN", "Web pages that may call it, repeated; * is all."] = (),
+    into: Annotated[str | None, "--into ENDPOINT", "Add the models to a running endpoint."] = None,
+    follow: Annotated[Literal["switch", "canary"] | None, "How to follow an alias that has moved."] = None,
+    address: ClusterAddress = None,
+    timeout_s: Annotated[Seconds, "How long to wait for the endpoint."] = 120.0,
+) -> Iterator[str]:
     """Serve registered models on a running cluster; returns when they answer.
 
     A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
@@ -101,7 +100,7 @@ def deploy(
     arguments += () if follow is None else (f"endpoint.model.follow={follow}",)
     if into is not None:
         own = {"name": name, "port": port, "replicas": replicas, "allow-origin": origins, "address": address}
-        _deploy_into(into, arguments, own, timeout_s)
+        yield from _deploy_into(into, arguments, own, timeout_s)
         return
     fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas, "endpoint.allow_origins": origins}
@@ -134,10 +133,10 @@ def deploy(
         job = submit(cluster, words, env=env | secrets, working_dir=folder, submission_id=run_id, metadata=metadata)
         if cluster.is_local:
             ready = _wait_until_ready(job, lambda: _read_record(run_id), timeout_s)
-            _print_next_steps(spec, ready, bool(others))
+            yield from _describe_next_steps(spec, ready, bool(others))
         else:
             ready = _wait_until_ready(job, lambda: _read_job_log(job), timeout_s)
-            _print_next_steps_elsewhere(spec, ready, cluster)
+            yield from _describe_next_steps_elsewhere(spec, ready, cluster)
 
 
 def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Sequence[FoundEndpoint]) -> ClusterHandle:
@@ -162,48 +161,48 @@ def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Seque
     return cluster
 
 
-def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> None:
+def _describe_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> Iterator[str]:
     metadata = f" (metadata application={spec.name})" if urlsplit(ready.url).path else ""
     grpc = f", gRPC at {ready.grpc}{metadata}" if ready.grpc else ""
-    click.echo(f"endpoint {spec.name} is ready at {ready.url}{grpc}")
+    yield f"endpoint {spec.name} is ready at {ready.url}{grpc}"
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
         theirs = f"the http_options of {spec.file} are for Ray's own `serve deploy`"
-        click.echo(f"({theirs}; --port {meant} is the same here)")
+        yield f"({theirs}; --port {meant} is the same here)"
     for model in spec.models:
         version = Registry().get(model)
-        click.echo(f"{version.name}: {describe_following(model, version.version)}")
-    click.echo("what next:")
+        yield f"{version.name}: {describe_following(model, version.version)}"
+    yield "what next:"
     which = f" --endpoint {spec.name}" if has_others else ""
     first = Registry().get(spec.models[0])
     ask = f"{suggest_predict_command(first)}{which}"
     curl = suggest_curl_command(first, spec.endpoint.options(first.name), ready.url)
     with (
         suppress(InferenceError, ConnectionLost),  # it writes no text
-        Client(ready.url, token=token_for(ready.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client,
+        FoundEndpoint(spec.name, ready.url).connect(timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client,
     ):
         ask, curl = suggest_text_commands(first.name, spec.name, ready.url, client.has_chat(first.name))
-    click.echo(f"  {ask}{ready.ca_option}")
-    click.echo(f"  shoal serve status {spec.name}{ready.ca_option}")
-    click.echo(f"  shoal serve delete {spec.name}")
-    click.echo(f"  {curl}")
+    yield f"  {ask}{ready.ca_option}"
+    yield f"  shoal serve status {spec.name}{ready.ca_option}"
+    yield f"  shoal serve delete {spec.name}"
+    yield f"  {curl}"
 
 
-def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: ClusterHandle) -> None:
+def _describe_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: ClusterHandle) -> Iterator[str]:
     if is_loopback(spec.endpoint.host):
         ports = [urlsplit(each).port for each in (ready.url, f"//{ready.grpc}") if each != "//"]
         tunnels = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
         head = f"the loopback of the head of {cluster.dashboard_url}"
-        click.echo(f"endpoint {spec.name} is ready at {ready.url}, on {head}")
-        click.echo("what next:")
-        click.echo(f"  ssh -N {tunnels} HEAD &")
+        yield f"endpoint {spec.name} is ready at {ready.url}, on {head}"
+        yield "what next:"
+        yield f"  ssh -N {tunnels} HEAD &"
     else:
         others = ", and at this port of each node with a replica" if spec.endpoint.ingress == EVERY_NODE else ""
-        click.echo(f"endpoint {spec.name} is ready at {ready.url}, on the head of {cluster.dashboard_url}{others}")
-        click.echo("what next:")
+        yield f"endpoint {spec.name} is ready at {ready.url}, on the head of {cluster.dashboard_url}{others}"
+        yield "what next:"
     key = " --key TOKEN ...   ($SHOAL_HOME/token of the head)"
-    click.echo(f"  shoal predict {spec.name} --endpoint {ready.url}{ready.ca_option}{key}")
-    click.echo(f"  shoal serve delete {spec.name} --address {cluster.dashboard_url}")
+    yield f"  shoal predict {spec.name} --endpoint {ready.url}{ready.ca_option}{key}"
+    yield f"  shoal serve delete {spec.name} --address {cluster.dashboard_url}"
 
 
 def _warn(*warnings: str) -> None:
@@ -211,15 +210,15 @@ def _warn(*warnings: str) -> None:
         click.secho(f"warning: {each}", fg="yellow", err=True)
 
 
-@click.command()
-@click.argument("endpoint", required=False, metavar="[NAME]")
+@verb()
 @ca_option
-@click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
-@click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option(
-    "--timeout-s", type=SECONDS, default=60.0, show_default=True, help="How long to wait for pending requests."
-)
-def delete(endpoint: str | None, model: str | None, address: str | None, timeout_s: float) -> None:
+def delete(
+    endpoint: Annotated[str | None, "[NAME]"] = None,
+    *,
+    model: Annotated[str | None, "--model NAME", "Only this model of the endpoint; the others stay."] = None,
+    address: ClusterAddress = None,
+    timeout_s: Annotated[Seconds, "How long to wait for pending requests."] = 60.0,
+) -> str:
     """End an endpoint, or one model of it, when its pending requests are answered.
 
     \b
@@ -236,24 +235,21 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     if cluster is not None and not cluster.is_local:
         name, info = find_remote_endpoint(cluster, endpoint)
         if info.status.is_over:  # it has detached the endpoint
-            _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
-            return
+            return _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
         JobHandle(cluster, info.submission_id).stop(timeout_s)
-        click.echo(f"endpoint {name} is gone")
-        return
+        return f"endpoint {name} is gone"
     target = find_endpoint(endpoint)
     if model:
-        with Client(target.url, token=token_for(target.url)) as client:
+        with target.connect() as client:
             client.rollout("delete", model, timeout_s=timeout_s)
-        click.echo(f"{model} is served no longer")
-        return
+        return f"{model} is served no longer"
     if endpoint is None and (owner := _read_owner(target)) not in ("", find_owner()):
         remedy = f"to end it, name it: `shoal serve delete {target.name}`"
         raise ConfigError("endpoint", target.name, f"is of {owner}", remedy)
     if target.is_detached:
         env = job_environment(make_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
-        _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], target.name, env, timeout_s)
-        return
+        program = [sys.executable, "-m", END_MODULE]
+        return _end_detached(_require_cluster(cluster), program, target.name, env, timeout_s)
     if not target.run_id:
         remedy = "give its name, on the machine where it was deployed"
         raise ConfigError("endpoint", target.url, "is an address, and endpoints are ended by name", remedy)
@@ -265,29 +261,30 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
         problem = f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}"
         raise RunError(f"{problem}: {remedy}") from None
-    click.echo(f"endpoint {target.name} is gone")
+    return f"endpoint {target.name} is gone"
 
 
 def _read_owner(found: FoundEndpoint) -> str:
     """The owner of an endpoint; "" where it does not answer."""
     try:
-        with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
-            return client.status().owner
+        return found.read_status().owner
     except (ConnectionLost, InferenceError):
         return ""
 
 
 def _end_detached(
     cluster: ClusterHandle, program: Sequence[str], name: str, env: Mapping[str, str], timeout_s: float
-) -> None:
+) -> str:
     """End a detached endpoint by a job. Raises RunError with the job's error, ClusterError when it takes too long."""
     job = submit(cluster, [*program, f"name={name}"], env=env, submission_id=new_submission_id())
     if job.wait(timeout_s) is JobStatus.STOPPED:
         raise RunError(f"the job that ends endpoint {name} was stopped by another")
-    click.echo(f"endpoint {name} is gone")
+    return f"endpoint {name} is gone"
 
 
-def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
+def _deploy_into(
+    endpoint: str, arguments: Sequence[str], options: Mapping[str, object], timeout_s: float
+) -> Iterator[str]:
     """Serve each model at once, in addition to the present ones; a model that is served already gets this version."""
     for option, value in options.items():
         if value is not None:
@@ -297,10 +294,10 @@ def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, 
         raise ConfigError("into", endpoint, "needs a model", "name it before the fields")
     options_by_model = _parse_model_options(models, arguments)
     target = find_endpoint(endpoint)
-    with Client(target.url, token=token_for(target.url)) as client:
+    with target.connect() as client:
         for model, changed in options_by_model.items():
             served = client.rollout("deploy", model, options=changed or None, timeout_s=timeout_s)
-            click.echo(f"{served.name}: {format_shares(served)}, {describe_following(served.source, served.stable)}")
+            yield f"{served.name}: {format_shares(served)}, {describe_following(served.source, served.stable)}"
 
 
 def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -12,22 +12,19 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.support.groups import SuggestingGroup
-from shoal.errors import ConfigError, RunError, suggest
+from shoal.errors import ConfigError
 from shoal.home import home
-from shoal.plugins.find import load_reference
-from shoal.plugins.library import find_libraries
-from shoal.runs.formatting import parse_duration
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
@@ -62,67 +59,11 @@ def to_json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """One line a fact, after its label: no table, for what may be copied is not folded."""
-    width = max(len(label) for label, _ in facts)
-    for label, value in facts:
-        click.echo(f"{click.style(label.ljust(width), dim=True)}  {value}")
-
-
-_ANY_LENGTH = 1_000
-
-
-class CommandGroup(SuggestingGroup):
-    """A group with a list of full sentences; click would cut them at the line's end."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, each.get_short_help_str(_ANY_LENGTH)) for name, each in commands if each is not None]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-class ExtensibleCommandGroup(CommandGroup):
-    """A group that libraries join with verbs such as "models push", which are imported when they are used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self._find_verbs()])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if (verb := self._find_verbs().get(cmd_name)) is None:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = load_reference(verb[0])
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        verbs = self._find_verbs()
-        rows = [(name, verbs[name][1]) for name in verbs]
-        own = [(name, each.get_short_help_str(_ANY_LENGTH)) for name, each in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted([*own, *rows]))
-
-    def _find_verbs(self) -> dict[str, tuple[str, str]]:
-        each = [item for library in find_libraries() for item in library.verbs.items()]
-        return {verb.removeprefix(f"{self.name} "): found for verb, found in each if verb.startswith(f"{self.name} ")}
-
-
-class DefaultCommandGroup(ExtensibleCommandGroup):
-    """A group with a command `default` for words that begin with no command's name."""
-
-    default = "show"
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        is_own = bool(args) and args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
-        ctx.obj = "" if is_own or not args else suggest(args[0], self.list_commands(ctx))
-        return super().parse_args(ctx, args if is_own else [self.default, *args])
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except RunError as error:
-            if not ctx.obj:
-                raise
-            raise RunError(f"{error}. Of the verbs, {ctx.obj}") from None  # neither a run nor a verb
+def format_facts(facts: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+    """One line a fact that has a value, after its label: no table, for what may be copied is not folded."""
+    known = [(label, value) for label, value in facts if value]
+    width = max(len(label) for label, _ in known)
+    return (f"{click.style(label.ljust(width), dim=True)}  {value}" for label, value in known)
 
 
 def confirm_removal(names: Sequence[str], what: str, is_confirmed: bool) -> None:
@@ -144,19 +85,18 @@ def confirm_removal(names: Sequence[str], what: str, is_confirmed: bool) -> None
         raise ConfigError("confirmation", typed, f"is not {expected}, so nothing was removed", "type it, or add --yes")
 
 
-def parse_age(_context: object, _option: object, text: str | None) -> float | None:
-    """A click callback: `30d`, `12h`, `45min` or `10s`, in seconds."""
-    if text is None:
-        return None
-    seconds = parse_duration(text)
-    if seconds is None:
-        raise ConfigError("older-than", text, "is no age", "give a number and its unit, as in 30d, 12h, 45min or 10s")
-    return seconds
-
-
-def strip_task_key(_context: object, _argument: object, task: str) -> str:
-    """A click callback: accepts the task also as for `shoal run`, `task=NAME`."""
-    return task.removeprefix("task=")
+def remove_old(
+    names: Sequence[str], what: str, remove: Callable[[], object], *, dry_run: bool, is_confirmed: bool
+) -> Iterator[str]:
+    """Show what a verb `prune` would remove, or remove it. Raises ConfigError as `confirm_removal`."""
+    if not names:
+        yield "Nothing is to be removed."
+    elif dry_run:
+        yield from ("These would go:", *names)
+    else:
+        confirm_removal(names, what, is_confirmed)
+        remove()
+        yield f"removed: {len(names)}"
 
 
 def prepare_output_folder(out: Path | None, name: str = "found") -> Path:
@@ -180,6 +120,35 @@ def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
             path.write_bytes(content)
             paths.append(path)
     return paths
+
+
+class Printed(NamedTuple):
+    """What a verb with `**PRINTED` prints: lines and tables, or the values with `--json`; then it writes files, which
+    may fail after hours of work."""
+
+    lines: Iterable[object]
+    values: object
+    write: Callable[[], Iterable[Path]] = tuple
+
+
+PRINTED: dict[str, Any] = {"show": attrgetter("lines"), "to_json": attrgetter("values")}
+
+
+def print_and_write(
+    folder: Path,
+    stem: str,
+    lines: Iterable[object],
+    values: dict[str, Any],
+    make_files: Callable[[], dict[str, bytes]],
+    **more: Any,
+) -> Printed:
+    """The files by their suffixes, and the values as JSON beside them, with `more`."""
+
+    def write() -> list[Path]:
+        text = json.dumps({**more, **to_json_value(values)}, indent=2)
+        return write_files(folder, stem, {**make_files(), "json": text.encode()})
+
+    return Printed(lines, values, write)
 
 
 @contextmanager

@@ -10,11 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import click
 
@@ -27,6 +29,7 @@ from shoal.recipes import find_recipe, recipe_names
 from shoal.runs.record.provenance import make_command_variable, split_secrets
 from shoal.store import store_variable
 
+Line = TypeVar("Line")
 CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
 _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
 # In the file of a job that parses overrides by Shoal.
@@ -149,6 +152,18 @@ def follow_lines(job: JobHandle, timeout_s: float) -> Iterator[str]:
         yield from (line for line in lines if not RAY_LOG_LINE.search(line))
     if begun and not RAY_LOG_LINE.search(begun):
         yield begun
+
+
+def follow_output(
+    read_new: Callable[..., Iterable[Line]], is_over: Callable[[], bool], every_s: float
+) -> Iterator[Line]:
+    """What a reader reads until what is read is over."""
+    while True:
+        has_ended = is_over()  # before it is read for the last time
+        yield from read_new(is_over=has_ended)
+        if has_ended:
+            return
+        time.sleep(every_s)
 
 
 def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:

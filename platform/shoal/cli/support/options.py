@@ -1,15 +1,17 @@
-"""The options that several verbs have, and the numbers that options take."""
+"""The types of what several verbs take: numbers, names, and options with their help."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from shoal.client.tls import CA_VARIABLE
+from shoal.errors import ConfigError
+from shoal.runs.formatting import parse_duration
 
 
 class FiniteRange(click.FloatRange):
@@ -22,8 +24,36 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-PERCENT = FiniteRange(0, 100)
-SECONDS = FiniteRange(min=0, min_open=True)
+def parse_age(text: str) -> float:
+    """`30d`, `12h`, `45min` or `10s`, in seconds."""
+    seconds = parse_duration(text)
+    if seconds is None:
+        raise ConfigError("older-than", text, "is no age", "give a number and its unit, as in 30d, 12h, 45min or 10s")
+    return seconds
+
+
+def strip_task_key(task: str) -> str:
+    """Accepts the task also as for `shoal run`, `task=NAME`."""
+    return task.removeprefix("task=")
+
+
+Texts = tuple[str, ...]
+Positive = Annotated[int, click.IntRange(min=1)]
+NotNegative = Annotated[int, click.IntRange(min=0)]
+Percent = Annotated[float, FiniteRange(0, 100)]
+Seconds = Annotated[float, FiniteRange(min=0, min_open=True)]
+TaskName = Annotated[str, strip_task_key]
+VersionName = Annotated[str, "NAME@VERSION"]
+ModelName = Annotated[str, "NAME[@VERSION]"]
+Overrides = Annotated[Texts, "[A.B=C]..."]
+EndpointName = Annotated[str | None, "--endpoint NAME|URL", "The endpoint.  [default: the one running on this machine]"]
+Key = Annotated[str, "--key KEY $SHOAL_KEY", "An API key, or $SHOAL_KEY."]
+Address = Annotated[str | None, "The cluster to use: a dashboard URL, or 'local' for a new one."]
+Plain = Annotated[bool, "Plain lines, even on a terminal."]
+Yes = Annotated[bool, "Do not ask."]
+OlderThan = Annotated[float | None, parse_age, "--older-than AGE"]
+DryRun = Annotated[bool, "Show what would be removed."]
+OutputFolder = Annotated[Path | None, "Folder of the files that are written."]
 
 
 def _set_authorities(context: click.Context, option: click.Parameter, ca: str) -> None:
@@ -40,16 +70,4 @@ ca_option = click.option(
     expose_value=False,
     callback=_set_authorities,
     help=f"The authorities to trust for https, or ${CA_VARIABLE}.  [default: the system's]",
-)
-endpoint_option = click.option(
-    "--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]"
-)
-key_option = click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
-address_option = click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for a new one.")
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-plain_option = click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
-yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
-output_folder_option = click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder of the files that are written."
 )

@@ -6,9 +6,9 @@ Parse, call, print: the job `shoal.libs.batch_predict.flow` does the work.
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
 
 import click
 from rich.console import Console
@@ -16,14 +16,19 @@ from rich.console import Console
 from shoal.config import format_override
 from shoal.errors import ConfigError, RunError
 from shoal.extend.cli import (
+    Address,
     JobLogReader,
-    address_option,
+    ModelName,
+    Overrides,
+    Positive,
+    Texts,
     describe_failure,
+    follow_output,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
     make_literal_console,
-    overrides_argument,
+    verb,
 )
 from shoal.extend.cluster import (
     ClusterHandle,
@@ -42,38 +47,28 @@ POLL_S = 0.2
 MODULE = "shoal.libs.batch_predict.flow"
 
 
-@click.command("batch-predict")
-@click.argument("model", metavar="NAME[@VERSION]")
-@click.argument("source", metavar="INPUT")
-@click.argument("output", metavar="OUTPUT")
-@overrides_argument
-@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
-@click.option("--text", metavar="COLUMN", help="Of a language model: the texts, or lists of messages, to answer.")
-@click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
-@click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
-@click.option(
-    "--num-gpus",
-    type=click.FloatRange(min=0),
-    help="GPUs, or a fraction of one, for each.  [default: 0; with options.device=cuda an even share]",
-)
-@click.option(
-    "--skip-errors",
-    is_flag=True,
-    help="Give a row that the model fails on, or that lacks a value, the reason in the column `error`.",
-)
-@address_option
+@verb("batch-predict")
 def batch_predict(
-    model: str,
-    source: str,
-    output: str,
-    overrides: tuple[str, ...],
-    columns: tuple[str, ...],
-    text: str | None,
-    keep: str | None,
-    workers: int | None,
-    num_gpus: float | None,
-    skip_errors: bool,
-    address: str | None,
+    model: ModelName,
+    source: Annotated[str, "INPUT"],
+    output: Annotated[str, "OUTPUT"],
+    overrides: Overrides = (),
+    *,
+    columns: Annotated[Texts, "--columns [X=]A,B,C", "The columns of an input."] = (),
+    text: Annotated[
+        str | None, "--text COLUMN", "Of a language model: the texts, or lists of messages, to answer."
+    ] = None,
+    keep: Annotated[str | None, "--keep A,B", "The columns of the input to keep.  [default: all]"] = None,
+    workers: Annotated[Positive | None, "Processes with the model.  [default: the CPUs but one]"] = None,
+    num_gpus: Annotated[
+        float | None,
+        click.FloatRange(min=0),
+        "GPUs, or a fraction of one, for each.  [default: 0; with options.device=cuda an even share]",
+    ] = None,
+    skip_errors: Annotated[
+        bool, "Give a row that the model fails on, or that lacks a value, the reason in the column `error`."
+    ] = False,
+    address: Address = None,
 ) -> None:
     """Predict every row of INPUT, a file of Parquet, CSV or JSON lines (.jsonl) or a folder of them, and write Parquet
     into the folder OUTPUT.
@@ -141,18 +136,7 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
         folder = Path.cwd()
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
-    outcome = _follow_job(job, console)
-    if outcome is not JobStatus.SUCCEEDED:
+    for line in follow_output(JobLogReader(job).read_new_lines, lambda: job.poll_outcome() is not None, POLL_S):
+        console.print(line)
+    if (outcome := job.status()) is not JobStatus.SUCCEEDED:
         raise RunError(describe_failure(job, "batch prediction", outcome))
-
-
-def _follow_job(job: JobHandle, console: Console) -> JobStatus:
-    """Print the job's output until it is over; returns its final state."""
-    log = JobLogReader(job)
-    while True:
-        outcome = job.poll_outcome()
-        for line in log.read_new_lines(is_over=outcome is not None):
-            console.print(line)
-        if outcome is not None:
-            return outcome
-        time.sleep(POLL_S)

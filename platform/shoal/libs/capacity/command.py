@@ -7,51 +7,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from typing import Annotated
 
 import click
-from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.batching.latency_model import ForwardTime
-from shoal.client import Client, ModelStatus
-from shoal.client.discovery import find_endpoint, token_for
+from shoal.client import ModelStatus
+from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError
-from shoal.extend.cli import SECONDS, FiniteRange, ca_option, endpoint_option, json_option, make_table, print_json
+from shoal.extend.cli import (
+    PRINTED,
+    EndpointName,
+    FiniteRange,
+    Printed,
+    Seconds,
+    ca_option,
+    make_table,
+    verb,
+)
 from shoal.extend.serve import MAX_REPLICAS
 from shoal.libs.capacity.simulation import LoadResult, simulate
 
-TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
 MAX_REQUESTS = 20_000_000  # half a minute of simulation, and a gigabyte
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 
 
-@click.command("simulate")
-@click.argument("model", required=False, metavar="[NAME]")
-@click.option("--latency", metavar="ROWS:SECONDS,...", help="Forward times, instead of a live model's.")
-@click.option("--rate", "rates", multiple=True, type=FiniteRange(min=0, min_open=True), help="Requests/s.")
-@click.option("--deadline", "deadline_s", type=SECONDS, help="Of each request, seconds.")
-@click.option(
-    "--max-batch", type=click.IntRange(1, 1_000_000), help="Rows of a forward at most.  [default: the model's, or 64]"
-)
-@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Replicas.  [default: the endpoint's, or 1]")
-@click.option(
-    "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
-)
-@json_option
-@endpoint_option
+@verb("simulate", **PRINTED)
 @ca_option
 def simulate_verb(
-    model: str | None,
-    latency: str | None,
-    rates: tuple[float, ...],
-    deadline_s: float | None,
-    max_batch: int | None,
-    replicas: int | None,
-    requests: int,
-    as_json: bool,
-    endpoint: str | None,
-) -> None:
+    model: Annotated[str | None, "[NAME]"] = None,
+    *,
+    latency: Annotated[str | None, "--latency ROWS:SECONDS,...", "Forward times, instead of a live model's."] = None,
+    rates: Annotated[tuple[float, ...], "--rate", FiniteRange(min=0, min_open=True), "Requests/s."] = (),
+    deadline_s: Annotated[Seconds | None, "--deadline", "Of each request, seconds."] = None,
+    max_batch: Annotated[
+        int | None, click.IntRange(1, 1_000_000), "Rows of a forward at most.  [default: the model's, or 64]"
+    ] = None,
+    replicas: Annotated[
+        int | None, click.IntRange(1, MAX_REPLICAS), "Replicas.  [default: the endpoint's, or 1]"
+    ] = None,
+    requests: Annotated[int, click.IntRange(100, MAX_REQUESTS), "To simulate."] = 20_000,
+    endpoint: EndpointName = None,
+) -> Printed:
     """Show the latency of requests at a rate, computed from the model's forward times.
 
     The batcher's own scheduler runs on a simulated clock with Poisson arrivals of one row each; parsing and network
@@ -78,18 +77,18 @@ def simulate_verb(
         (rate, simulate(points, rate / count, max_batch_rows=most, deadline_s=deadline_s, num_requests=requests))
         for rate in rates or tuple(capacity_per_s * share for share in LOADS)
     ]
-    if as_json:
-        rows = [  # of all replicas together
-            asdict(load) | {"requests_per_s": rate, "goodput_per_s": load.goodput_per_s * count} for rate, load in loads
-        ]
-        print_json({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
-        return
-    Console(highlight=False).print(_build_table(loads, count, deadline_s))
+    rows = [  # of all replicas together
+        asdict(load) | {"requests_per_s": rate, "goodput_per_s": load.goodput_per_s * count} for rate, load in loads
+    ]
     plural = "replicas" if count > 1 else "replica"
     capacity = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
-    click.echo(f"{capacity}; what parsing and sending take comes on top")
+    lines: list[object] = [
+        _make_table(loads, count, deadline_s),
+        f"{capacity}; what parsing and sending take comes on top",
+    ]
     if (largest := max(rows for rows, _ in points)) < most:
-        click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
+        lines.append(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
+    return Printed(lines, {"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
 
 
 def _parse_latency(latency: str) -> list[tuple[int, float]]:
@@ -109,8 +108,7 @@ def _parse_latency(latency: str) -> list[tuple[int, float]]:
 def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
     """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
     address = find_endpoint(endpoint, model)
-    with Client(address.url, token=token_for(address.url), timeout_s=TIMEOUT_S) as client:
-        status = client.status()
+    status = address.read_status()
     models = {each.name: each for each in status.models}
     if model not in models:
         raise ConfigError("model", model, f"is not served by {address.name}", f"models: {', '.join(models)}")
@@ -120,7 +118,7 @@ def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, 
     return models[model], max(1, len(status.replicas))
 
 
-def _build_table(loads: list[tuple[float, LoadResult]], replicas: int, deadline_s: float | None) -> Table:
+def _make_table(loads: list[tuple[float, LoadResult]], replicas: int, deadline_s: float | None) -> Table:
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
     headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
     rows = (

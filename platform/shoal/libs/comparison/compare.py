@@ -12,17 +12,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import click
 import yaml
-from rich.console import Console
 from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.extend.cli import json_option, make_table, print_json
+from shoal.extend.cli import PRINTED, Printed, Texts, make_table, verb
 from shoal.extend.registry import Registry
 from shoal.extend.runs import (
     Run,
@@ -51,23 +50,16 @@ _SPECS = {RunKind.TRAINING: "shoal.extend.train:TrainSpec", RunKind.LOOP: "shoal
 _IGNORED = ("resume",)
 
 
-@click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN|NAME@VERSION...")
-@click.option("--by", type=click.Choice(["step", "epoch", "time"]), default=None, help="Default: step, if all have it.")
-@click.option("--metric", default=None, help="The metric to judge by; default: that of most of the runs.")
-@click.option("--target", default=None, metavar="METRIC=VALUE", help="Show when and at what cost it was reached.")
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="The file of the picture, a .png.")
-@json_option
-@click.option("--csv", "as_csv", is_flag=True, help="Print settings and metrics as CSV.")
+@verb(**PRINTED)
 def compare(
-    runs: tuple[str, ...],
-    by: Axis | None,
-    metric: str | None,
-    target: str | None,
-    plot: Path | None,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
+    runs: Annotated[Texts, "RUN|NAME@VERSION..."],
+    *,
+    by: Annotated[Axis | None, "Default: step, if all have it."] = None,
+    metric: Annotated[str | None, "The metric to judge by; default: that of most of the runs."] = None,
+    target: Annotated[str | None, "--target METRIC=VALUE", "Show when and at what cost it was reached."] = None,
+    plot: Annotated[Path | None, "The file of the picture, a .png."] = None,
+    as_csv: Annotated[bool, "--csv", "Print settings and metrics as CSV."] = False,
+) -> Printed:
     """Put RUNs side by side: the settings that differ, each metric, their duration and cost.
 
     Each metric has its last value, its best one, and the one at the step, epoch or time that all runs have reached. The
@@ -104,19 +96,15 @@ def compare(
                 values = ["" if each is None else getattr(each, kind) for each in row]
                 writer.writerow([kind, name, *("" if value is None or value != value else value for value in values)])
         click.echo(text.getvalue(), nl=False)
-        return
+        click.get_current_context().exit()
     tables = [_build_settings(columns, settings), metrics.render(columns), _build_table(columns, reached, target)]
     path = _save_plot(columns, by, plot)
-    if as_json:
-        facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
-        print_json({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()})
-        return
-    console = Console(highlight=False)
-    for table in tables:
-        console.print(table, "")
-    if any(column.predicted for column in columns):
-        click.echo("~ predicted, and not measured in that run")
-    click.echo(f"The picture: {path}")
+    facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
+    notes = ["~ predicted, and not measured in that run"] * any(column.predicted for column in columns)
+    return Printed(
+        [*((table, "") for table in tables), *notes, f"The picture: {path}"],
+        {**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()},
+    )
 
 
 def _load(ref: str) -> Run:

@@ -16,13 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from pydantic import Field, ValidationInfo, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ClusterError, ConfigError, needs_extra
+from shoal.extend.cli import Texts, verb
 from shoal.extend.cluster import find_dashboard_url
 from shoal.home import load_access_token
 from shoal.libs.console.access import Access
@@ -152,24 +153,18 @@ def run_console(spec: ConsoleSpec, recorder: RunRecorder) -> None:
         recorder.record_endpoint(KIND, KIND, opened.url, "closed")
 
 
-@click.command()
-@click.option("--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at; 0.0.0.0: all of them.")
-@click.option(
-    "--name", "names", multiple=True, metavar="NAME", help="Another name of this host, by which browsers reach it."
-)
-@click.option("--certificate", type=click.Path(), help="For https: a PEM file with its chain. Needs --key.")
-@click.option("--key", type=click.Path(), help="Its private key, in PEM.")
-@click.option("--insecure", is_flag=True, help="Accept plain HTTP beyond loopback, as behind a proxy with TLS.")
-@click.option("--open", "open_page", is_flag=True, help="Open a browser that is logged in.")
+@verb()
 def console(
-    port: int,
-    host: str,
-    names: tuple[str, ...],
-    certificate: str | None,
-    key: str | None,
-    insecure: bool,
-    open_page: bool,
+    *,
+    port: Annotated[int, click.IntRange(0, 65535), "0: any free one."] = DEFAULT_PORT,
+    host: Annotated[str, "The address to listen at; 0.0.0.0: all of them."] = "127.0.0.1",
+    names: Annotated[Texts, "--name NAME", "Another name of this host, by which browsers reach it."] = (),
+    certificate: Annotated[
+        str | None, "--certificate PATH", "For https: a PEM file with its chain. Needs --key."
+    ] = None,
+    key: Annotated[str | None, "--key PATH", "Its private key, in PEM."] = None,
+    insecure: Annotated[bool, "Accept plain HTTP beyond loopback, as behind a proxy with TLS."] = False,
+    open_page: Annotated[bool, "--open", "Open a browser that is logged in."] = False,
 ) -> None:
     """Show the runs, models, endpoints and the cluster in the browser, of this host and of SHOAL_STORE.
 

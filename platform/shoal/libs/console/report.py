@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import click
 import msgspec
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError
+from shoal.extend.cli import Texts, verb
 from shoal.extend.runs import (
     MEAN_RETURN,
     RETURNS,
@@ -166,10 +167,12 @@ def _make_line(curve: MetricHistory, label: str) -> Line:
     return Line(label, columns["steps"], columns["values"])
 
 
-@click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--open-path", is_flag=True, help="Print the path of the page and nothing else, to hand to a browser.")
-def report(runs: tuple[str, ...], open_path: bool) -> None:
+@verb()
+def report(
+    runs: Annotated[Texts, "[RUN]..."] = (),
+    *,
+    open_path: Annotated[bool, "Print the path of the page and nothing else, to hand to a browser."] = False,
+) -> Iterator[str]:
     """Write the one-page HTML report of a RUN (the newest when left out), with its learning curve as a picture.
 
     Of several RUNs, a page with their curves over each other, and where their specs differ: comparison.html.
@@ -188,9 +191,9 @@ def report(runs: tuple[str, ...], open_path: bool) -> None:
     else:
         path = write_page(record)
     if open_path:
-        click.echo(path)
+        yield str(path)
         return
-    click.echo(f"The report of {', '.join(f'{each.id} ({each.status.value})' for each in records)}: {path}")
+    yield f"The report of {', '.join(f'{each.id} ({each.status.value})' for each in records)}: {path}"
     picture = path.with_name("learning_curve.png")
     if picture.exists():
-        click.echo(f"Its learning curve: {picture}")
+        yield f"Its learning curve: {picture}"

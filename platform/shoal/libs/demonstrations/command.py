@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import click
 import numpy as np
 
 from shoal.errors import ConfigError
+from shoal.extend.cli import Texts, verb
 from shoal.extend.runs import Run, format_number, load
 from shoal.libs.demonstrations.files import (
     EPISODES,
@@ -28,7 +29,7 @@ from shoal.wire.action_masks import MASKS
 MAX_NUMBERS = 16  # of an observation, in a film
 
 
-class _Verb(NamedTuple):
+class _Kind(NamedTuple):
     """folder: of a run; nouns: what one of its files is, and several; empty: the line without any"""
 
     folder: str
@@ -37,28 +38,83 @@ class _Verb(NamedTuple):
     empty: str
 
 
-_SHOWN = _Verb(
+_SHOWN = _Kind(
     FOLDER, "demonstration", "demonstrations", "nobody has shown anything to {}: docs/games/demonstrations.md"
 )
-_RECORDED = _Verb(EPISODES, "episode", "episodes", "{} has recorded no episodes: gateway.record=1% does")
+_RECORDED = _Kind(EPISODES, "episode", "episodes", "{} has recorded no episodes: gateway.record=1% does")
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option("--drop", metavar="NAME", multiple=True, help="Delete one, or all of a behaviour."),
-        click.option("--above", type=float, metavar="RETURN", help="Only complete episodes of a higher return."),
-        click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER."),
-        click.option("--export", metavar="NAME", help="Print one as JSON, or write it to --out, for clients of games."),
-        click.option("--film", metavar="NAME", help="Show the steps of one, as text, or in --out film.webp."),
-        click.argument("run", default="latest"),
-    ):
-        command = option(command)
+def _run(
+    kind: _Kind,
+    run: str,
+    film: str | None,
+    export: str | None,
+    out: Path | None,
+    above: float | None,
+    drop: tuple[str, ...],
+) -> Iterator[str]:
+    record = load(run)
+    files = _open(record, kind.folder)
+    found = files.read_sound()
+    if above is not None:
+        returns = {name: each.info.episode_return for name, each in found.items()}
+        highest = max((total for total in returns.values() if total is not None), default=None)
+        found = {name: each for name, each in found.items() if (total := returns[name]) is not None and total > above}
+        if returns and not found:
+            most = "none is complete" if highest is None else f"the highest return is {format_number(highest)}"
+            raise ConfigError("above", above, f"no {kind.noun} of {record.id} returns more", most)
+    for option, name in (("film", film), ("export", export)):
+        if name is not None and name not in found:
+            raise ConfigError(option, name, f"is no {kind.noun} of {record.id}", f"see `shoal {kind.nouns}`")
+    if drop:
+        dropped = {name for name, each in found.items() if name in drop or _format_behaviour(each.info) in drop}
+        unknown = set(drop) - dropped - {_format_behaviour(found[name].info) for name in dropped}
+        if unknown:
+            problem = f"is no {kind.noun} of {record.id}, and no behaviour"
+            raise ConfigError("drop", ", ".join(sorted(unknown)), problem, f"see `shoal {kind.nouns}`")
+        files.delete(dropped)
+        yield f"dropped {len(dropped)} of {len(found)}"
+    elif film is not None:
+        yield from _film(film, found[film]) if out is None else [_draw(film, found[film], out)]
+    elif export is not None:
+        text = json.dumps(export_episode(export, found[export]))
+        if out is None:
+            yield text
+        else:
+            out.write_text(text)
+    elif out is not None:
+        target = open_store(out)
+        for name, each in found.items():
+            target.write(name + SUFFIX, each.to_bytes())
+        yield f"{len(found)} {kind.nouns} in {out}: shoal run ... demonstrations={out}"
+    elif found:
+        yield from _list(found)
+    else:
+        yield kind.empty.format(record.id)
+
+
+def _make_verb(kind: _Kind, text: str) -> click.Command:
+    """`shoal demonstrations` and `shoal episodes` take the same."""
+
+    @verb(kind.nouns, help=text)
+    def command(
+        run: str = "latest",
+        *,
+        film: Annotated[str | None, "--film NAME", "Show the steps of one, as text, or in --out film.webp."] = None,
+        export: Annotated[
+            str | None, "--export NAME", "Print one as JSON, or write it to --out, for clients of games."
+        ] = None,
+        out: Annotated[Path | None, "Copy all to a folder, for demonstrations=FOLDER."] = None,
+        above: Annotated[float | None, "--above RETURN", "Only complete episodes of a higher return."] = None,
+        drop: Annotated[Texts, "--drop NAME", "Delete one, or all of a behaviour."] = (),
+    ) -> Iterator[str]:
+        return _run(kind, run, film, export, out, above, drop)
+
     return command
 
 
-@click.command()
-@_options
-def demonstrations(run: str, **options: Any) -> None:
+demonstrations = _make_verb(
+    _SHOWN,
     """What people and scripts have shown to a RUN (the newest when left out).
 
     \b
@@ -68,13 +124,10 @@ def demonstrations(run: str, **options: Any) -> None:
       shoal demonstrations latest --film human-1f0c9ad2-000003 --out film.webp
       shoal demonstrations latest --out shown/
       shoal demonstrations latest --drop human-1f0c9ad2-000003 --drop script
-    """
-    _run(_SHOWN, run, **options)
-
-
-@click.command()
-@_options
-def episodes(run: str, **options: Any) -> None:
+    """,
+)
+episodes = _make_verb(
+    _RECORDED,
     """The episodes that a RUN (the newest when left out) has recorded, with gateway.record=1%.
 
     \b
@@ -84,60 +137,8 @@ def episodes(run: str, **options: Any) -> None:
       shoal episodes latest --export policy-1f0c9ad2-000412 > episode.json
       shoal episodes latest --above 4 --out good/
       shoal episodes latest --drop policy-1f0c9ad2-000412
-    """
-    _run(_RECORDED, run, **options)
-
-
-def _run(
-    verb: _Verb,
-    run: str,
-    film: str | None,
-    export: str | None,
-    out: Path | None,
-    above: float | None,
-    drop: tuple[str, ...],
-) -> None:
-    record = load(run)
-    files = _open(record, verb.folder)
-    found = files.read_sound()
-    if above is not None:
-        returns = {name: each.info.episode_return for name, each in found.items()}
-        highest = max((total for total in returns.values() if total is not None), default=None)
-        found = {name: each for name, each in found.items() if (total := returns[name]) is not None and total > above}
-        if returns and not found:
-            most = "none is complete" if highest is None else f"the highest return is {format_number(highest)}"
-            raise ConfigError("above", above, f"no {verb.noun} of {record.id} returns more", most)
-    for option, name in (("film", film), ("export", export)):
-        if name is not None and name not in found:
-            raise ConfigError(option, name, f"is no {verb.noun} of {record.id}", f"see `shoal {verb.nouns}`")
-    if drop:
-        dropped = {name for name, each in found.items() if name in drop or _format_behaviour(each.info) in drop}
-        unknown = set(drop) - dropped - {_format_behaviour(found[name].info) for name in dropped}
-        if unknown:
-            problem = f"is no {verb.noun} of {record.id}, and no behaviour"
-            raise ConfigError("drop", ", ".join(sorted(unknown)), problem, f"see `shoal {verb.nouns}`")
-        files.delete(dropped)
-        click.echo(f"dropped {len(dropped)} of {len(found)}")
-    elif film is not None:
-        if out is None:
-            click.echo("\n".join(_film(film, found[film])))
-        else:
-            _draw(film, found[film], out)
-    elif export is not None:
-        text = json.dumps(export_episode(export, found[export]))
-        if out is None:
-            click.echo(text)
-        else:
-            out.write_text(text)
-    elif out is not None:
-        target = open_store(out)
-        for name, each in found.items():
-            target.write(name + SUFFIX, each.to_bytes())
-        click.echo(f"{len(found)} {verb.nouns} in {out}: shoal run ... demonstrations={out}")
-    elif found:
-        _list(found)
-    else:
-        click.echo(verb.empty.format(record.id))
+    """,
+)
 
 
 def export_episode(name: str, demonstration: Demonstration) -> dict[str, Any]:
@@ -186,30 +187,30 @@ def _open(run: Run, folder: str) -> DemonstrationFiles:
     return DemonstrationFiles([*map(open_store, folders), *shared])
 
 
-def _list(found: Mapping[str, Demonstration]) -> None:
-    click.echo(f"{'behaviour':<16}{'episodes':>10}{'segments':>10}{'steps':>10}{'mean return':>14}")
+def _list(found: Mapping[str, Demonstration]) -> Iterator[str]:
+    yield f"{'behaviour':<16}{'episodes':>10}{'segments':>10}{'steps':>10}{'mean return':>14}"
     for behaviour in sorted({_format_behaviour(each.info) for each in found.values()}):
         infos = [each.info for each in found.values() if _format_behaviour(each.info) == behaviour]
         returns = [each.episode_return for each in infos if each.episode_return is not None]
         mean = format_number(float(np.mean(returns))) if returns else "-"
         steps = sum(each.num_steps for each in infos)
-        click.echo(f"{behaviour:<16}{len(returns):>10,}{len(infos):>10,}{steps:>10,}{mean:>14}")
-    click.echo(f"\n{'name':<36}{'steps':>8}{'return':>12}  actor")
+        yield f"{behaviour:<16}{len(returns):>10,}{len(infos):>10,}{steps:>10,}{mean:>14}"
+    yield f"\n{'name':<36}{'steps':>8}{'return':>12}  actor"
     for name, (info, _) in found.items():
         shown = "goes on" if info.episode_return is None else format_number(info.episode_return)
-        click.echo(f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}")
+        yield f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}"
     if skipped := max(info.skipped for info, _ in found.values()):
-        click.echo(f"\nleft out, of those drawn: at least {skipped:,}, not whole or too many for the disk")
+        yield f"\nleft out, of those drawn: at least {skipped:,}, not whole or too many for the disk"
 
 
-def _draw(name: str, demonstration: Demonstration, out: Path) -> None:
+def _draw(name: str, demonstration: Demonstration, out: Path) -> str:
     """As a film, by the library that draws those of policies. Raises ConfigError, MissingExtra."""
     draw = find_in_library("draw", "shoal.films", "films", "out", str(out))
     info, segment = demonstration
     outcome = "terminated" if info.terminated else "truncated" if info.truncated else ""
     shown = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}
     count = draw(out, title=f"{name} · {_format_behaviour(info)}", outcome=outcome, **shown)
-    click.echo(f"{out}: {count} pictures")
+    return f"{out}: {count} pictures"
 
 
 def _film(name: str, demonstration: Demonstration) -> Iterator[str]:

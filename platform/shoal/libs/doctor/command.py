@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 from shoal.cpu_count import count_usable_cores
 from shoal.device_memory import read_memory_limit
 from shoal.errors import ClusterError, ConfigError
-from shoal.extend.cli import json_option, print_json
+from shoal.extend.cli import AsJson, print_json, verb
 from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
 from shoal.extend.runs import format_size
 from shoal.home import home
@@ -292,14 +292,13 @@ def _find_installed_version(name: str) -> str | None:
         return None
 
 
-@click.command(
+@verb(
     epilog="""\b
 examples:
   shoal doctor
   shoal doctor --json"""
 )
-@json_option
-def doctor(as_json: bool) -> None:
+def doctor(*, as_json: AsJson = False) -> Iterator[str]:
     """Check this machine and show the remedy for each problem. Exits with status 1 if something will not work."""
     findings: list[Finding] = []
     for finding in run_checks():
@@ -307,12 +306,12 @@ def doctor(as_json: bool) -> None:
         if not as_json:
             colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
             level = click.style(finding.level.value.ljust(4), fg=colour)
-            click.echo(f"{level}  {finding.check.ljust(13)}  {finding.detail}")
+            yield f"{level}  {finding.check.ljust(13)}  {finding.detail}"
             if finding.remedy:
-                click.echo(f"{'':21}{finding.remedy}")
+                yield f"{'':21}{finding.remedy}"
     num_failed = sum(finding.level is Level.FAIL for finding in findings)
     if as_json:
         print_json({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]})
     elif num_failed:
-        click.secho(f"{num_failed} of {len(findings)} checks failed", fg="red")
+        yield click.style(f"{num_failed} of {len(findings)} checks failed", fg="red")
     sys.exit(1 if num_failed else 0)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Annotated
 
-import click
+from shoal.extend.cli import Texts, verb
+from shoal.libs.export.export_model import ExportSpec, export_model
 
-from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
 
-
-@click.command()
-@click.argument("model", metavar="NAME[@VERSION]|RUN")
-@click.argument("overrides", nargs=-1, metavar="[A=B]...")
-@click.option(
-    "--to", required=True, metavar="container|lambda|game", help="An HTTP server, a function of AWS Lambda, or a game."
-)
-@click.option("--into", metavar="FOLDER", help="The folder.  [default: NAME-container, NAME-lambda or NAME-game]")
-@click.option("--replace", is_flag=True, help="Replace a folder that is an export of the same model.")
-@click.option("--example", "examples", multiple=True, metavar="FILE", help="A request (JSON) to compare and to store.")
+@verb()
 def export(
-    model: str, overrides: tuple[str, ...], to: str, into: str | None, replace: bool, examples: tuple[str, ...]
-) -> None:
+    model: Annotated[str, "NAME[@VERSION]|RUN"],
+    overrides: Annotated[Texts, "[A=B]..."] = (),
+    *,
+    to: Annotated[str, "--to container|lambda|game", "An HTTP server, a function of AWS Lambda, or a game."],
+    into: Annotated[
+        str | None, "--into FOLDER", "The folder.  [default: NAME-container, NAME-lambda or NAME-game]"
+    ] = None,
+    replace: Annotated[bool, "Replace a folder that is an export of the same model."] = False,
+    examples: Annotated[Texts, "--example FILE", "A request (JSON) to compare and to store."] = (),
+) -> Iterator[str]:
     """Write a registered model as a folder that serves itself, or acts in a game, without Shoal, PyTorch and Ray.
 
     A folder that serves has the model as ONNX, a handler, pinned requirements, a Dockerfile, a page and a test. One for
@@ -38,26 +39,20 @@ def export(
     fields |= {} if into is None else {"into": into}
     spec = ExportSpec.parse(fields).override(overrides)
     written = export_model(spec)
-    if spec.to == "game":
-        _print_game(written)
+    folder = os.path.relpath(written.folder)
+    if spec.to != "game":
+        yield f"{written.model} is in {folder}: {written.size_bytes / 2**20:.0f} MB unzipped, with its packages."
+        yield (
+            f"Its answers differ from the registered model's by at most {written.difference:.2g}, relative to the"
+            f" largest value; {written.num_examples} examples are stored."
+        )
+        yield f"Test it: python {os.path.relpath(written.folder / 'test_folder.py')}"
         return
-    megabytes = written.size_bytes / 2**20
-    click.echo(
-        f"{written.model} is in {os.path.relpath(written.folder)}: {megabytes:.0f} MB unzipped, with its packages."
-    )
-    click.echo(
-        f"Its answers differ from the registered model's by at most {written.difference:.2g}, relative to the largest"
-        f" value; {written.num_examples} examples are stored."
-    )
-    click.echo(f"Test it: python {os.path.relpath(written.folder / 'test_folder.py')}")
-
-
-def _print_game(written: ExportReport) -> None:
     runtimes = "" if written.warning else ", policy.json, and runtimes in GDScript, JavaScript, C# and C++"
-    click.echo(f"{written.model} is in {os.path.relpath(written.folder)}: policy.onnx{runtimes}.")
+    yield f"{written.model} is in {folder}: policy.onnx{runtimes}."
     if written.warning:
-        click.echo(f"The runtimes are left out, as {written.warning}: run policy.onnx.")
-    click.echo(
+        yield f"The runtimes are left out, as {written.warning}: run policy.onnx."
+    yield (
         f"Its outputs differ from the registered policy's by at most {written.difference:.2g}, relative to the largest"
         f" or to 1; vectors.json has {written.num_examples} of them. README.txt says how a game takes it."
     )

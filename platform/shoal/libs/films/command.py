@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
 import numpy as np
 
-from shoal.client import Client
-from shoal.client.discovery import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError, needs_extra
+from shoal.extend.cli import Positive, Texts, verb
 from shoal.extend.registry import LocalModel, Registry, find_version, split_ref
 from shoal.extend.rl import AgentsEpisode, is_parallel, open_environment, translate_environment_errors
 from shoal.extend.runs import format_number, format_size
@@ -114,31 +114,22 @@ def summarize(played: list[Played]) -> dict[Any, tuple[float, float]]:
 MAX_LINES = 20
 
 
-@click.command()
-@click.argument("model", metavar="MODEL[@VERSION]")
-@click.option("--env", default="", help="The game, as an actor takes it.  [default: the one that the policy learnt in]")
-@click.option("--episodes", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--record", type=click.Path(path_type=Path), metavar="FILM", help="Write film.webp or film.mp4.")
-@click.option("--endpoint", metavar="NAME|URL", help="Ask an endpoint for each action.  [default: play here]")
-@click.option("--action", type=click.Choice(["best", "sampled"]), help="[default: as the version was registered]")
-@click.option(
-    "--agent", "agents", multiple=True, metavar="AGENT=MODEL", help="Who plays another agent of the game; repeated."
-)
-@click.option("--seed", default=0, show_default=True, help="Of the first episode; the others follow.")
-@click.option("--max-steps", default=10_000, show_default=True, type=click.IntRange(1), help="Of an episode.")
-@click.option("--ignore", multiple=True, metavar="NAME", help="A part of a Dict that the policy does not observe.")
+@verb()
 def play(
-    model: str,
-    env: str,
-    episodes: int,
-    record: Path | None,
-    endpoint: str | None,
-    action: Any,
-    agents: tuple[str, ...],
-    seed: int,
-    max_steps: int,
-    ignore: tuple[str, ...],
-) -> None:
+    model: Annotated[str, "MODEL[@VERSION]"],
+    *,
+    env: Annotated[str, "The game, as an actor takes it.  [default: the one that the policy learnt in]"] = "",
+    episodes: Positive = 3,
+    record: Annotated[Path | None, "--record FILM", "Write film.webp or film.mp4."] = None,
+    endpoint: Annotated[
+        str | None, "--endpoint NAME|URL", "Ask an endpoint for each action.  [default: play here]"
+    ] = None,
+    action: Annotated[Literal["best", "sampled"] | None, "[default: as the version was registered]"] = None,
+    agents: Annotated[Texts, "--agent AGENT=MODEL", "Who plays another agent of the game; repeated."] = (),
+    seed: Annotated[int, "Of the first episode; the others follow."] = 0,
+    max_steps: Annotated[Positive, "Of an episode."] = 10_000,
+    ignore: Annotated[Texts, "--ignore NAME", "A part of a Dict that the policy does not observe."] = (),
+) -> Iterator[str]:
     """Play a registered policy, print its returns, and film it.
 
     A film shows the game, and beneath it the value, the rewards and the probability of each choice. Of a game that
@@ -170,27 +161,27 @@ def play(
         for number in range(episodes):
             played.append(game.play(number, seed + number, max_frames if number < num_films else 0))
             if number < MAX_LINES:
-                _print_episode(number, played[-1])
+                yield _describe_episode(number, played[-1])
     for agent, (mean, spread) in summarize(played).items():
         whose = f" of {agent}" if agent is not None else ""
-        click.echo(f"mean return{whose} {format_number(mean)} ± {format_number(spread)} over {episodes} episodes")
+        yield f"mean return{whose} {format_number(mean)} ± {format_number(spread)} over {episodes} episodes"
     lengths = [each.num_steps for each in played]
-    click.echo(f"{players[0].name} in {env}: {sum(lengths) / episodes:,.4g} steps, {min(lengths)} to {max(lengths)}")
+    yield f"{players[0].name} in {env}: {sum(lengths) / episodes:,.4g} steps, {min(lengths)} to {max(lengths)}"
     if record is not None:
         films = [each.film for each in played if each.film is not None]
         if not films:
             raise ConfigError("record", str(record), "no agent of this policy has acted", "see --agent")
         count = film_file.write_film(record, films)
-        click.echo(f"{record}: {count} pictures of {len(films)} episodes, {format_size(record.stat().st_size)}")
+        yield f"{record}: {count} pictures of {len(films)} episodes, {format_size(record.stat().st_size)}"
 
 
-def _print_episode(number: int, played: Any) -> None:
+def _describe_episode(number: int, played: Played) -> str:
     returns = [
         format_number(value) if agent is None else f"{agent} {format_number(value)}"
         for agent, value in played.returns.items()
     ]
     outcome = played.outcome or "not ended"
-    click.echo(f"episode {number + 1}: return {', '.join(returns)} in {played.num_steps:,} steps, {outcome}")
+    return f"episode {number + 1}: return {', '.join(returns)} in {played.num_steps:,} steps, {outcome}"
 
 
 def _split_agent(text: str) -> tuple[str, str]:
@@ -216,7 +207,7 @@ def _open_players(models: list[str], endpoint: str | None, action: Any, seed: in
         yield [LocalPlayer(LocalModel(find_version(each), seed=seed), action) for each in models]
         return
     target = find_endpoint(endpoint)
-    with Client(target.url, token=token_for(target.url)) as client:
+    with target.connect() as client:
         players = []
         for each in models:
             name, text = split_ref(each)

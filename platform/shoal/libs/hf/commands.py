@@ -5,22 +5,27 @@ Parse, call, print: `shoal.libs.hf.transfer` does the work.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import click
 
+from shoal.extend.cli import VersionName, verb
 from shoal.extend.registry import Registry
 from shoal.libs.hf.transfer import KINDS
 from shoal.libs.hf.transfer import pull as register_folder
 from shoal.libs.hf.transfer import push as write_version
 
 
-@click.command()
-@click.argument("model", metavar="NAME@VERSION")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--hub", default="", metavar="ORG/NAME", help="Write the layout of the hub's cache below FOLDER.")
-@click.option("--adapter", is_flag=True, help="Write the adapters alone, as peft does.")
-def push(model: str, folder: Path, hub: str, adapter: bool) -> None:
+@verb()
+def push(
+    model: VersionName,
+    folder: Annotated[Path, click.Path(path_type=Path, file_okay=False)],
+    *,
+    hub: Annotated[str, "--hub ORG/NAME", "Write the layout of the hub's cache below FOLDER."] = "",
+    adapter: Annotated[bool, "Write the adapters alone, as peft does."] = False,
+) -> str:
     """Write a version as a folder of Hugging Face: config.json, safetensors, tokenizer.
 
     Adapters are merged into their base, or written alone with --adapter: peft loads them. With --hub, FOLDER is a cache
@@ -33,19 +38,19 @@ def push(model: str, folder: Path, hub: str, adapter: bool) -> None:
       shoal models push smollm2@3 ~/.cache/huggingface/hub --hub our-team/smollm2
     """
     version = Registry().get(model)
-    click.echo(f"{version.ref} is in {write_version(version, folder, hub, adapter=adapter)} now.")
+    return f"{version.ref} is in {write_version(version, folder, hub, adapter=adapter)} now."
 
 
-@click.command()
-@click.argument("folder")
-@click.option("--name", required=True, help="The model's name in the registry.")
-@click.option("--kind", default="", metavar="KIND", help=f"Of {', '.join(KINDS)}; by default that of config.json.")
-@click.option("--dtype", default="auto", show_default=True, help="Of the weights: float32, bfloat16, or the folder's.")
-@click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
-@click.option(
-    "--base", default="", metavar="MODEL", help="Of adapters: a folder or NAME@VERSION; default: as they name it."
-)
-def pull(folder: str, name: str, kind: str, dtype: str, alias: str, base: str) -> None:
+@verb()
+def pull(
+    folder: str,
+    *,
+    name: Annotated[str, "The model's name in the registry."],
+    kind: Annotated[str, "--kind KIND", f"Of {', '.join(KINDS)}; by default that of config.json."] = "",
+    dtype: Annotated[str, "Of the weights: float32, bfloat16, or the folder's."] = "auto",
+    alias: Annotated[str, "An alias for this version."] = "champion",
+    base: Annotated[str, "--base MODEL", "Of adapters: a folder or NAME@VERSION; default: as they name it."] = "",
+) -> Iterator[str]:
     """Register a folder of Hugging Face.
 
     Or a folder of peft's adapters, a GGUF file, or ORG/NAME of the hub's cache on this machine. Nothing is downloaded,
@@ -59,11 +64,11 @@ def pull(folder: str, name: str, kind: str, dtype: str, alias: str, base: str) -
     """
     version = register_folder(folder, name, kind, dtype, alias, base)
     if version.problem:
-        click.echo(f"{version.ref} is registered; {version.decision}")
-        click.echo(f"It can be tuned, and an endpoint answers its tensors: shoal serve deploy {version.ref}")
+        yield f"{version.ref} is registered; {version.decision}"
+        yield f"It can be tuned, and an endpoint answers its tensors: shoal serve deploy {version.ref}"
         return
-    click.echo(f"{version.name}@{alias} is {version.ref} now. Serve it: shoal serve deploy {version.name}@{alias}")
+    yield f"{version.name}@{alias} is {version.ref} now. Serve it: shoal serve deploy {version.name}@{alias}"
     about = version.manifest
     if "base" in about.lineage and about.model.kwargs["task"] == KINDS["causal_lm"]:
         beside = f"{about.lineage['base']} endpoint.model.text.adapters='[{version.name}]'"
-        click.echo(f"Or beside its base, as the model BASE:{version.name}: shoal serve deploy {beside}")
+        yield f"Or beside its base, as the model BASE:{version.name}: shoal serve deploy {beside}"

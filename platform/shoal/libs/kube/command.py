@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import yaml
@@ -13,7 +13,7 @@ import yaml
 from shoal.atomic_file import create_private
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ConfigError
-from shoal.extend.cli import find_job, validate_overrides
+from shoal.extend.cli import CommandGroup, Texts, find_job, validate_overrides
 from shoal.extend.flows import ServingSpec
 from shoal.extend.registry import split_ref
 from shoal.extend.runs import split_secrets
@@ -33,10 +33,10 @@ from shoal.recipes import recipe_folder
 PREFIX = "kube."
 RECIPES = "/opt/shoal/jobs"  # in the image
 
-_file = click.option("--file", type=click.Path(path_type=Path), help="YAML of the fields of kube, which words change.")
-_out = click.option(
-    "--out", type=click.Path(path_type=Path), default="manifests", show_default=True, help="Folder of the files."
-)
+Arguments = Annotated[Texts, "[kube.A.B=C]..."]
+File = Annotated[Path | None, "YAML of the fields of kube, which words change."]
+Folder = Annotated[Path, "Folder of the files."]
+MANIFESTS = Path("manifests")
 
 
 @click.group()
@@ -44,7 +44,7 @@ def kube() -> None:
     """Shoal on Kubernetes, by the operator KubeRay."""
 
 
-@kube.group()
+@click.group(cls=CommandGroup)
 def render() -> None:
     """Write the manifests of a job, an endpoint, a cluster or the console; kubectl applies them.
 
@@ -60,12 +60,17 @@ def render() -> None:
     """
 
 
-@render.command()
-@click.argument("job")
-@click.argument("arguments", nargs=-1, metavar="[A.B=C]...")
-@_file
-@_out
-def job(job: str, arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+kube.add_command(render)
+
+
+@render.verb()
+def job(
+    job: str,
+    arguments: Annotated[Texts, "[A.B=C]..."] = (),
+    *,
+    file: File = None,
+    out: Folder = MANIFESTS,
+) -> Iterator[str]:
     """A RayJob of JOB, with fields of its spec set by A.B=C words; the image has its file at the same path."""
     path, (own, theirs) = find_job(job), _split(arguments)
     spec = _load(file, own, _to_name(path.stem))
@@ -76,42 +81,48 @@ def job(job: str, arguments: tuple[str, ...], file: Path | None, out: Path) -> N
     _require_capacity(spec, theirs)
     validate_overrides(path, [each for each in theirs if not each.startswith("resume=")])
     program = ["python", _find_in_image(path), *theirs]
-    _write(spec, make_job(spec, program), out)
+    return _write(spec, make_job(spec, program), out)
 
 
-@render.command()
-@click.argument("arguments", nargs=-1, metavar="NAME[@VERSION]... [A.B=C]...")
-@_file
-@_out
-def endpoint(arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+@render.verb()
+def endpoint(
+    arguments: Annotated[Texts, "NAME[@VERSION]... [A.B=C]..."] = (),
+    *,
+    file: File = None,
+    out: Folder = MANIFESTS,
+) -> Iterator[str]:
     """A RayService that serves registered models; A.B=C words set fields of the endpoint."""
     own, theirs = _split([each for each in arguments if "=" in each])
     models = [each for each in arguments if "=" not in each]
     fields = parse_overrides(ServingSpec, [format_override("models", ",".join(models)), *theirs])
     spec = _load(file, own, _to_name(split_ref(models[0])[0]) if models else "endpoint")
-    _write(spec, make_endpoint(spec, models, fields.get("endpoint", {})), out)
+    return _write(spec, make_endpoint(spec, models, fields.get("endpoint", {})), out)
 
 
-@render.command()
-@click.argument("arguments", nargs=-1, metavar="[kube.A.B=C]...")
-@_file
-@_out
-def cluster(arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+@render.verb()
+def cluster(
+    arguments: Arguments = (),
+    *,
+    file: File = None,
+    out: Folder = MANIFESTS,
+) -> Iterator[str]:
     """A RayCluster that stays."""
     own, theirs = _split(arguments)
     if theirs:
         raise ConfigError("kube", theirs[0], "is no field of a cluster", f"write {PREFIX}A.B=C")
     spec = _load(file, own, "shoal")
-    _write(spec, make_cluster(spec), out)
+    return _write(spec, make_cluster(spec), out)
 
 
-@render.command()
-@click.argument("arguments", nargs=-1, metavar="[kube.A.B=C]...")
-@click.option("--cluster", default="", metavar="NAME", help="A RayCluster of its namespace that it shows.")
-@click.option("--name", "names", multiple=True, help="By which browsers reach it, with kube.tls_secret. Repeatable.")
-@_file
-@_out
-def console(arguments: tuple[str, ...], cluster: str, names: tuple[str, ...], file: Path | None, out: Path) -> None:
+@render.verb()
+def console(
+    arguments: Arguments = (),
+    *,
+    cluster: Annotated[str, "--cluster NAME", "A RayCluster of its namespace that it shows."] = "",
+    names: Annotated[Texts, "--name", "By which browsers reach it, with kube.tls_secret. Repeatable."] = (),
+    file: File = None,
+    out: Folder = MANIFESTS,
+) -> Iterator[str]:
     """A Deployment of the console: over the store, and a cluster.
 
     Without kube.tls_secret it listens at its pod's loopback alone, where the printed `kubectl port-forward` leads.
@@ -120,10 +131,10 @@ def console(arguments: tuple[str, ...], cluster: str, names: tuple[str, ...], fi
     if theirs:
         raise ConfigError("kube", theirs[0], "is no field of a console", f"write {PREFIX}A.B=C")
     spec = _load(file, own, "console")
-    _write(spec, make_console(spec, names, cluster), out)
+    yield from _write(spec, make_console(spec, names, cluster), out)
     target = f"-n {spec.namespace} deployment/{spec.name}"
     scheme = "https" if spec.tls_secret else "http"
-    click.echo(f"kubectl port-forward {target} {CONSOLE_PORT}   # and open {scheme}://localhost:{CONSOLE_PORT}")
+    yield f"kubectl port-forward {target} {CONSOLE_PORT}   # and open {scheme}://localhost:{CONSOLE_PORT}"
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -173,7 +184,7 @@ def _require_capacity(spec: KubeSpec, overrides: Sequence[str]) -> None:
         raise ConfigError("workers", workers, problem, f"give kube.workers.max or kube.workers.{size} more")
 
 
-def _write(spec: KubeSpec, documents: Sequence[Document], out: Path) -> None:
+def _write(spec: KubeSpec, documents: Sequence[Document], out: Path) -> Iterator[str]:
     """Write the manifests, and the tokens into a file that its owner alone reads."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -188,5 +199,4 @@ def _write(spec: KubeSpec, documents: Sequence[Document], out: Path) -> None:
             paths.insert(0, secret)
     except OSError as error:
         raise ConfigError("out", str(out), f"cannot be written: {error.strerror}", "name another folder") from None
-    for each in paths:
-        click.echo(f"kubectl apply -f {each}")
+    yield from (f"kubectl apply -f {each}" for each in paths)

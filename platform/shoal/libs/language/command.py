@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
-from shoal.client import Client, StreamedText
-from shoal.client.discovery import find_endpoint, token_for
+from shoal.client import StreamedText
+from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError, ShoalError, suggest
-from shoal.extend.cli import FiniteRange, ca_option, key_option
+from shoal.extend.cli import FiniteRange, Key, Positive, ca_option, verb
 from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version, split_ref
 
 HELP = """\
@@ -28,18 +28,20 @@ COMMANDS = ("/system", "/version", "/save", "/reset", "/help", "/quit")
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})  # a model must not steer the terminal
 
 
-@click.command()
-@click.argument("model", metavar="NAME[:ADAPTER][@VERSION]")
-@click.option("--system", default="", metavar="TEXT", help="What the model shall be.")
-@click.option("--temperature", type=FiniteRange(min=0), help="0 takes the likeliest token.  [default: 1]")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of an answer.")
-@click.option("--seed", type=int, help="The same answers again.")
-@click.option(
-    "--endpoint", metavar="NAME|URL", help="Ask an endpoint.  [default: the model's weights, in this process]"
-)
+@verb()
 @ca_option
-@key_option
-def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) -> None:
+def chat(
+    model: Annotated[str, "NAME[:ADAPTER][@VERSION]"],
+    *,
+    system: Annotated[str, "--system TEXT", "What the model shall be."] = "",
+    temperature: Annotated[float | None, FiniteRange(min=0), "0 takes the likeliest token.  [default: 1]"] = None,
+    max_tokens: Annotated[Positive, "Of an answer."] = 1024,
+    seed: Annotated[int | None, "The same answers again."] = None,
+    endpoint: Annotated[
+        str | None, "--endpoint NAME|URL", "Ask an endpoint.  [default: the model's weights, in this process]"
+    ] = None,
+    key: Key = "",
+) -> None:
     """Talk with a language model: one of the registry, in this process, or one of an endpoint.
 
     An answer is shown while it is written; Ctrl-C cancels it. A text in a pipe is answered once. NAME is the newest
@@ -52,6 +54,7 @@ def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) 
       echo "What is a shoal?" | shoal chat smollm --max-tokens 60
       shoal chat smollm --endpoint https://models.example:8000 --key MY-KEY
     """
+    given: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     fields = {name: value for name, value in given.items() if value is not None}
     with ExitStack() as stack:
         if endpoint is None:
@@ -66,7 +69,7 @@ def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) 
             _, version = split_ref(ref := model[name.rfind(":") + 1 :])  # an adapter, or the model itself
             model = f"{name}@{Registry().get(ref).version}" if version and not version.isdigit() else model
             target = find_endpoint(endpoint)
-            client = stack.enter_context(Client(target.url, token=key or token_for(target.url)))
+            client = stack.enter_context(target.connect(key))
             has_chat = client.has_chat(name)
             talk = Conversation(lambda messages: client.chat(model, messages, **fields), system)
         if not has_chat:

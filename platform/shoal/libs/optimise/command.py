@@ -5,13 +5,12 @@ Parse, call, print: `shoal.libs.optimise.search` does the work, in this process.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from rich.console import Console
@@ -20,14 +19,16 @@ from rich.text import Text
 
 from shoal.errors import ConfigError, needs_extra
 from shoal.extend.cli import (
-    json_option,
+    PRINTED,
+    OutputFolder,
+    Overrides,
+    Printed,
+    Texts,
     make_number_column,
     make_table,
-    output_folder_option,
-    overrides_argument,
     prepare_output_folder,
-    to_json_value,
-    write_files,
+    print_and_write,
+    verb,
 )
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
@@ -47,47 +48,29 @@ _COSTS = {
 }
 
 
-@click.command()
-@click.argument("model", metavar="MODEL")
-@overrides_argument
-@click.option(
-    "--max-drop", default="1%", show_default=True, help="Of the metric: 1% of its value, or 0.01 in its unit."
-)
-@click.option(
-    "--confidence", default=0.95, show_default=True, help="That it drops by no more; 0.5: the measured drop decides."
-)
-@click.option("--data", default="", metavar="TASK", help="The Task that measures and trains; default: the model's own.")
-@click.option(
-    "--student",
-    "students",
-    multiple=True,
-    metavar="SPEC",
-    help="What learns from the model: hidden=64 (its arguments), file.py:Student, or none. Default: half the width.",
-)
-@click.option("--try", "steps", default=None, metavar="STEPS", help=f"Of {','.join(STEPS)}, or none; default: all.")
-@click.option("--metric", default="", help="That may drop; default: that of stop, or the first but the loss.")
-@click.option(
-    "--by", "cost", type=click.Choice(list(_COSTS)), default="latency", show_default=True, help="What is to be small."
-)
-@click.option("--batch", default=32, show_default=True, type=int, help="Samples of the second latency.")
-@click.option("--temperature", default=2.0, show_default=True, type=float, help="Of the distillation.")
-@click.option(
-    "--weight", default=0.7, show_default=True, type=float, help="Of the model's answers in a student's loss."
-)
-@click.option("--name", default="", help="The registered model's name; default: that of MODEL.")
-@click.option("--alias", default="small", show_default=True, help="An alias for the registered version.")
-@output_folder_option
-@json_option
+@verb(**PRINTED)
 def optimise(
-    model: str,
-    overrides: tuple[str, ...],
-    max_drop: str,
-    students: tuple[str, ...],
-    steps: str | None,
-    out: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    model: Annotated[str, "MODEL"],
+    overrides: Overrides = (),
+    *,
+    max_drop: Annotated[str, "Of the metric: 1% of its value, or 0.01 in its unit."] = "1%",
+    confidence: Annotated[float, "That it drops by no more; 0.5: the measured drop decides."] = 0.95,
+    data: Annotated[str, "--data TASK", "The Task that measures and trains; default: the model's own."] = "",
+    students: Annotated[
+        Texts,
+        "--student SPEC",
+        "What learns from the model: hidden=64 (its arguments), file.py:Student, or none. Default: half the width.",
+    ] = (),
+    steps: Annotated[str | None, "--try STEPS", f"Of {','.join(STEPS)}, or none; default: all."] = None,
+    metric: Annotated[str, "That may drop; default: that of stop, or the first but the loss."] = "",
+    cost: Annotated[Any, "--by", click.Choice(list(_COSTS)), "What is to be small."] = "latency",
+    batch: Annotated[int, "Samples of the second latency."] = 32,
+    temperature: Annotated[float, "Of the distillation."] = 2.0,
+    weight: Annotated[float, "Of the model's answers in a student's loss."] = 0.7,
+    name: Annotated[str, "The registered model's name; default: that of MODEL."] = "",
+    alias: Annotated[str, "An alias for the registered version."] = "small",
+    out: OutputFolder = None,
+) -> Printed:
     """Try smaller versions of the registered MODEL, measure each, and register the fastest that is as good.
 
     Students are trained as any Task, with the overrides A.B=C. The model and each student are tried as they are, in
@@ -112,7 +95,15 @@ def optimise(
         students=() if students == (NONE,) else students or None,
         steps=None if names is None else tuple(names),
         max_drop=MaxDrop.parse(max_drop),
-        **options,
+        confidence=confidence,
+        data=data,
+        metric=metric,
+        cost=cost,
+        batch=batch,
+        temperature=temperature,
+        weight=weight,
+        name=name,
+        alias=alias,
     )
     with needs_extra("report"):
         import matplotlib  # noqa: F401 - a picture is drawn at the end
@@ -123,19 +114,12 @@ def optimise(
     except KeyboardInterrupt:
         click.echo("Interrupted; nothing is registered.", err=True)
         sys.exit(128 + signal.SIGINT)
-    values = to_json_value(_as_dict(outcome))
-    if as_json:
-        click.echo(json.dumps(values))
-    else:
-        _show(outcome, request)
-    files = {"png": plot_pareto_front(outcome, request), "json": json.dumps(values, indent=2).encode()}
-    paths = write_files(folder, f"optimise-{outcome.teacher.name}-{outcome.teacher.version}", files)
-    if not as_json:
-        for path in paths:
-            click.echo(f"  {path}")
+    stem = f"optimise-{outcome.teacher.name}-{outcome.teacher.version}"
+    lines, values = _show(outcome, request), _as_dict(outcome)
+    return print_and_write(folder, stem, lines, values, lambda: {"png": plot_pareto_front(outcome, request)})
 
 
-def _show(outcome: Outcome, request: OptimiseRequest) -> None:
+def _show(outcome: Outcome, request: OptimiseRequest) -> Iterator[object]:
     numbers = (outcome.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
     front = find_pareto_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
@@ -146,22 +130,20 @@ def _show(outcome: Outcome, request: OptimiseRequest) -> None:
         make_table(*columns, rows=(_make_cells(outcome, each, each in front) for each in range(len(outcome.models))))
     )
     for title, problem in outcome.rejected:
-        console.print(Text(f"not tried: {title}: {problem}", style="yellow"), soft_wrap=True)
+        yield Text(f"not tried: {title}: {problem}", style="yellow")
     num_rows = outcome.verdicts[0].num_rows
     if not num_rows:
-        click.echo(f"{outcome.metric} is no mean over rows: its measured values decide.")
+        yield f"{outcome.metric} is no mean over rows: its measured values decide."
     elif request.confidence > 0.5:
-        click.echo(f"{num_rows:,} rows decide, with a confidence of {request.confidence:.4g}.")
+        yield f"{num_rows:,} rows decide, with a confidence of {request.confidence:.4g}."
     if outcome.registered is None:
-        click.echo(
-            f"Nothing within {outcome.metric} {format_number(outcome.limit)} is better: {outcome.teacher.ref} stays."
-        )
+        yield f"Nothing within {outcome.metric} {format_number(outcome.limit)} is better: {outcome.teacher.ref} stays."
         if any(each.status == "undecided" for each in outcome.verdicts[1:]):
-            click.echo("Some are undecided: validate on more rows, or let the measured drop decide: --confidence 0.5.")
+            yield "Some are undecided: validate on more rows, or let the measured drop decide: --confidence 0.5."
         return
     chosen = outcome.registered
-    click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {outcome.models[outcome.chosen].title}.")
-    click.echo(f"Serve it: shoal serve deploy {chosen.ref}")
+    yield f"{chosen.name}@{request.alias} is {chosen.ref} now: {outcome.models[outcome.chosen].title}."
+    yield f"Serve it: shoal serve deploy {chosen.ref}"
 
 
 def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:

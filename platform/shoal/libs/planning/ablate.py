@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import click
 from rich.table import Column, Table
@@ -26,15 +26,19 @@ import shoal.runs
 from shoal.config import format_override
 from shoal.errors import ConfigError, TrainError
 from shoal.extend.cli import (
-    json_option,
+    PRINTED,
+    OutputFolder,
+    Overrides,
+    Positive,
+    Printed,
+    TaskName,
+    Texts,
     make_literal_console,
     make_number_column,
     make_table,
-    output_folder_option,
-    overrides_argument,
     prepare_output_folder,
-    strip_task_key,
-    write_files,
+    print_and_write,
+    verb,
 )
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import format_number
@@ -217,25 +221,17 @@ def _run_variant(
     return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
 
 
-@click.command()
-@click.argument("task", callback=strip_task_key)
-@overrides_argument
-@click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
-@click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
-@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
-@click.option("--metric", default=None, help="The table's metric; default: that of stop, or the first but the loss.")
-@output_folder_option
-@json_option
+@verb(**PRINTED)
 def ablate(
-    task: str,
-    overrides: tuple[str, ...],
-    parts: tuple[str, ...],
-    changes: tuple[str, ...],
-    seeds: int,
-    metric: str | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+    task: TaskName,
+    overrides: Overrides = (),
+    *,
+    parts: Annotated[Texts, "--part NAME", "A part to leave out; all of them by default."] = (),
+    changes: Annotated[Texts, "--change NAME=A.B=C", "Something to change instead."] = (),
+    seeds: Annotated[Positive, "Runs of each."] = 3,
+    metric: Annotated[str | None, "The table's metric; default: that of stop, or the first but the loss."] = None,
+    out: OutputFolder = None,
+) -> Printed:
     """Train TASK in full and without each of its parts, with the same seeds, and show what each part contributes.
 
     A task names its parts itself (`Task.parts`); `--change` names others. Trains in this process, one after another.
@@ -268,25 +264,18 @@ def ablate(
         for each in results
     ]
     values = {"task": task, "variants": summaries, "runs": [asdict(each) for each in measured]}
-    text = json.dumps(values, indent=2)
-    if as_json:
-        click.echo(text)
-    else:
-        console = make_literal_console(soft_wrap=False)
-        console.print(_build_table(results, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
-        for summary in results:
-            for failure in summary.failures:
-                console.print(Text(f"{summary.name} did not end: {failure}", style="red"))
-        over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
-        click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
-    files = {
-        "csv": _to_csv(measured).encode(),
-        "json": text.encode(),
-    }
-    paths = write_files(folder, f"ablate-{Path(task).name}", files)
-    if not as_json:
-        for path in paths:
-            click.echo(f"  {path}")
+    lines, stem = _show(results, judged, seeds), f"ablate-{Path(task).name}"
+    return print_and_write(folder, stem, lines, values, lambda: {"csv": _to_csv(measured).encode()})
+
+
+def _show(results: Sequence[VariantSummary], metric: str, seeds: int) -> Iterator[object]:
+    console = make_literal_console(soft_wrap=False)
+    console.print(_build_table(results, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    for summary in results:
+        for failure in summary.failures:
+            yield Text(f"{summary.name} did not end: {failure}", style="red")
+    over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
+    yield f"Below each part's own numbers: their differences from the whole{over}."
 
 
 def _build_table(summaries: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ def to_json(estimate: PlanEstimate, spec: TrainSpec) -> dict[str, Any]:
     }
 
 
-def print_plans(estimates: Sequence[PlanEstimate], spec: TrainSpec) -> None:
+def describe_plans(estimates: Sequence[PlanEstimate], spec: TrainSpec) -> Iterator[str]:
     """A line for each plan, whose reason is not folded."""
     rows: list[tuple[str, ...]] = [("plan", "workers", "step", "samples/s", "memory", "why")]
     for each in estimates:
@@ -126,23 +126,23 @@ def print_plans(estimates: Sequence[PlanEstimate], spec: TrainSpec) -> None:
     for index, (name, *numbers, reason) in enumerate(rows):
         cells = [name.ljust(widths[0]), *(each.rjust(width) for each, width in zip(numbers, widths[1:], strict=True))]
         is_dim = index == 0 or not estimates[index - 1].is_possible
-        click.secho("  ".join([*cells, reason]), dim=is_dim)
+        yield click.style("  ".join([*cells, reason]), dim=is_dim)
 
 
-def print_choice(estimates: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> None:
+def describe_choice(estimates: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> Iterator[str]:
     """The command of the best plan, and of the best one that trains as one process does."""
     if not all(each.is_run for each in estimates):
-        click.secho(f"{NOTE}: times are those of the operations and bytes at the given rates", dim=True)
+        yield click.style(f"{NOTE}: times are those of the operations and bytes at the given rates", dim=True)
     possible = [each for each in estimates if each.is_possible]
     if not possible:
-        click.secho("no plan fits: give more devices or device_memory, or a smaller batch_size", fg="yellow")
+        yield click.style("no plan fits: give more devices or device_memory, or a smaller batch_size", fg="yellow")
         return
     best = possible[0]
-    click.echo(f"the fastest: {_format_command(best, task, overrides)}")
+    yield f"the fastest: {_format_command(best, task, overrides)}"
     exact = next((each for each in possible if each.candidate.is_synchronous), None)
     if exact is not None and exact is not best:
         ratio = f"{exact.step_s / best.step_s:.3g} times its time"
-        click.echo(f"with the steps of one process, in {ratio}: {_format_command(exact, task, overrides)}")
+        yield f"with the steps of one process, in {ratio}: {_format_command(exact, task, overrides)}"
 
 
 def _format_command(estimate: PlanEstimate, task: str, overrides: Sequence[str]) -> str:

@@ -5,32 +5,32 @@ Parse, call, print: `shoal.libs.planning.finders` does the work, in this process
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Column
 
 from shoal.config import format_override
 from shoal.errors import ConfigError
 from shoal.extend.cli import (
+    PRINTED,
     CommandGroup,
-    json_option,
+    OutputFolder,
+    Overrides,
+    Positive,
+    Printed,
+    TaskName,
     make_number_column,
     make_table,
-    output_folder_option,
-    overrides_argument,
     prepare_output_folder,
-    strip_task_key,
-    to_json_value,
-    write_files,
+    print_and_write,
 )
 from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
 from shoal.extend.train import Task, TrainSpec, make_task, spec_from_overrides
@@ -51,17 +51,16 @@ def find() -> None:
     """
 
 
-@find.command()
-@click.argument("task", callback=strip_task_key)
-@overrides_argument
-@click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
-@click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
-@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=10), help="Steps, one per rate.")
-@output_folder_option
-@json_option
+@find.verb(**PRINTED)
 def rate(
-    task: str, overrides: tuple[str, ...], lowest: float, highest: float, steps: int, out: Path | None, as_json: bool
-) -> None:
+    task: TaskName,
+    overrides: Overrides = (),
+    *,
+    lowest: Annotated[float, "The first rate."] = 1e-7,
+    highest: Annotated[float, "The last rate."] = 10.0,
+    steps: Annotated[int, click.IntRange(min=10), "Steps, one per rate."] = 100,
+    out: OutputFolder = None,
+) -> Printed:
     """Find a learning rate for TASK: one step at each rate, from low to high (arXiv:1506.01186).
 
     It suggests the rate at which the loss falls steepest. No run is changed.
@@ -77,29 +76,26 @@ def rate(
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", task), *overrides])
         result = find_learning_rate(spec, lowest, highest, steps)
-    if not as_json:
-        _show_rate(result, spec)
-    picture = plot_learning_rate(result, f"{task}: loss by learning rate")
-    _write_results(folder, "rate", task, picture, asdict(result), as_json)
+    return print_and_write(
+        folder,
+        f"rate-{Path(task).name}",
+        _show_rate(result, spec),
+        asdict(result),
+        lambda: {"png": plot_learning_rate(result, f"{task}: loss by learning rate")},
+        task=task,
+    )
 
 
-@find.command()
-@click.argument("task", callback=strip_task_key)
-@overrides_argument
-@click.option("--memory", default=None, help="The most to use, as 512M or 2G; default: all that is free.")
-@click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
-@click.option("--longest", default=10.0, show_default=True, type=float, help="Stop when a step takes so many seconds.")
-@output_folder_option
-@json_option
+@find.verb(**PRINTED)
 def batch(
-    task: str,
-    overrides: tuple[str, ...],
-    memory: str | None,
-    up_to: int,
-    longest: float,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+    task: TaskName,
+    overrides: Overrides = (),
+    *,
+    memory: Annotated[str | None, "The most to use, as 512M or 2G; default: all that is free."] = None,
+    up_to: Annotated[Positive, "The largest to try."] = 65_536,
+    longest: Annotated[float, "Stop when a step takes so many seconds."] = 10.0,
+    out: OutputFolder = None,
+) -> Printed:
     """Find the largest batch of TASK that fits into one worker's memory, and the speed at each size.
 
     \b
@@ -112,11 +108,15 @@ def batch(
     with redirect_stdout(sys.stderr):
         spec = spec_from_overrides([format_override("task", task), *overrides])
         result = find_batch_size(spec, limit_bytes, up_to, longest)
-    if not as_json:
-        _show_batch(result)
-    picture = plot_batch_size(result, f"{task}: speed and memory by batch size")
     tried = [{**asdict(each), "samples_per_s": each.samples_per_s} for each in result.tried]
-    _write_results(folder, "batch", task, picture, {**asdict(result), "tried": tried}, as_json)
+    return print_and_write(
+        folder,
+        f"batch-{Path(task).name}",
+        _show_batch(result),
+        {**asdict(result), "tried": tried},
+        lambda: {"png": plot_batch_size(result, f"{task}: speed and memory by batch size")},
+        task=task,
+    )
 
 
 def parse_bytes(text: str) -> int:
@@ -127,18 +127,7 @@ def parse_bytes(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def _write_results(folder: Path, what: str, task: str, picture: bytes, result: dict[str, Any], as_json: bool) -> None:
-    """Print what was found, if as JSON, and write it with its picture; else print where the files are."""
-    values = to_json_value(result)
-    if as_json:
-        click.echo(json.dumps(values))
-    text = json.dumps({"task": task, **values}, indent=2)
-    for path in write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()}):
-        if not as_json:
-            click.echo(f"  {path}")
-
-
-def _show_rate(result: LearningRateResult, spec: TrainSpec) -> None:
+def _show_rate(result: LearningRateResult, spec: TrainSpec) -> Iterator[object]:
     every, rows = max(1, len(result.rates) // NUM_ROWS), []
     for index in range(0, len(result.rates), every):
         near = result.rates[index : index + every]
@@ -146,19 +135,19 @@ def _show_rate(result: LearningRateResult, spec: TrainSpec) -> None:
         losses = (format_number(each[index]) for each in (result.losses, result.smoothed))
         rows.append((f"{result.rates[index]:.2e}", *losses, mark))
     columns = map(make_number_column, ("learning rate", "loss", "smoothed"))
-    Console().print(make_table(*columns, Column(no_wrap=True), rows=rows))
+    yield make_table(*columns, Column(no_wrap=True), rows=rows)
     if result.suggestion is None:
         advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
-        click.echo(f"The loss falls nowhere by more than chance: {advice}.")
+        yield f"The loss falls nowhere by more than chance: {advice}."
         return
     lowest = f"(lowest loss at {result.lowest:.2g})"
     if type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
-        click.echo(f"Suggested: {result.suggestion:.2g} {lowest}, in the task's own optimizer()")
+        yield f"Suggested: {result.suggestion:.2g} {lowest}, in the task's own optimizer()"
     else:
-        click.echo(f"Suggested: optimizer.learning_rate={result.suggestion:.2g} {lowest}")
+        yield f"Suggested: optimizer.learning_rate={result.suggestion:.2g} {lowest}"
 
 
-def _show_batch(result: BatchSizeResult) -> None:
+def _show_batch(result: BatchSizeResult) -> Iterator[object]:
     notes, rows = {result.fastest: "fastest", result.largest: "largest"}, []
     for each in result.tried:
         size, memory = f"{each.batch_size:,}", format_size(each.memory_bytes)
@@ -168,11 +157,11 @@ def _show_batch(result: BatchSizeResult) -> None:
         speed = f"{1e3 * each.step_s:.1f} ms", format_number(round(each.samples_per_s))
         rows.append((size, *speed, memory, notes.get(each.batch_size, "")))
     columns = map(make_number_column, ("batch size", "step", "samples/s", "memory"))
-    Console().print(make_table(*columns, Column(no_wrap=True), rows=rows))
+    yield make_table(*columns, Column(no_wrap=True), rows=rows)
     bound = "that was tried; the memory held them all"
     if result.is_limited:
         bound = f"that fits into {format_size(result.limit_bytes)}"
-    click.echo(f"Largest {bound}: batch_size={result.largest}. Most samples per second: batch_size={result.fastest}")
+    yield f"Largest {bound}: batch_size={result.largest}. Most samples per second: batch_size={result.fastest}"
 
 
 def plot_learning_rate(result: LearningRateResult, title: str) -> bytes:

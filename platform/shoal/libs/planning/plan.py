@@ -13,16 +13,13 @@ import click
 from rich.console import Console
 
 from shoal.config import format_override
-from shoal.extend.cli import json_option, overrides_argument, print_json, strip_task_key
+from shoal.extend.cli import PRINTED, Overrides, Printed, TaskName, verb
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
 
-@click.command()
-@click.argument("task", callback=strip_task_key)
-@overrides_argument
-@json_option
-def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
+@verb(**PRINTED)
+def plan(task: TaskName, overrides: Overrides = ()) -> Printed:
     """Rank the ways of training TASK in parallel, by predicted step time and memory, and say why.
 
     The hardware: hosts, devices (of each host), network and latency (between hosts), device_memory, device_flops,
@@ -36,7 +33,7 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     from shoal.extend.train import make_task, spec_from_overrides
     from shoal.libs.planning.candidates import require_open_choices
-    from shoal.libs.planning.estimate import print_choice, print_plans, to_json
+    from shoal.libs.planning.estimate import describe_choice, describe_plans, to_json
     from shoal.libs.planning.hardware import HardwareSpec
     from shoal.libs.planning.planner import rank_plans
 
@@ -51,10 +48,7 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
         with Console(stderr=True).status("") as status:
             report = lambda name: status.update(f"{name} ...")  # noqa: E731 - one line of a display
             estimates = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
-    if as_json:
-        print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in estimates]})
-        return
-    title = f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)"
-    click.secho(title, bold=True)
-    print_plans(estimates, spec)
-    print_choice(estimates, task, own_overrides)
+    title = click.style(f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)", bold=True)
+    lines = (title, describe_plans(estimates, spec), describe_choice(estimates, task, own_overrides))
+    plans = [to_json(each, spec) for each in estimates]
+    return Printed(lines, {"task": task, "batch_size": spec.batch_size, "plans": plans})

@@ -16,16 +16,27 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
 import numpy as np
 from rich.table import Column
 
 from shoal.client import Answer, Client, StreamedText
-from shoal.client.discovery import find_endpoint, token_for
+from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.extend.cli import ca_option, endpoint_option, key_option, make_literal_console, make_table, print_json
+from shoal.extend.cli import (
+    EndpointName,
+    Key,
+    ModelName,
+    Positive,
+    Texts,
+    ca_option,
+    make_literal_console,
+    make_table,
+    print_json,
+    verb,
+)
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer, summarize_error
@@ -39,57 +50,34 @@ _WHITE = "a white pixel was sent as 1; --white 255 if the model takes pixels of 
 MAX_AT_ONCE = 32  # the endpoint computes them together
 
 
-@click.command()
-@click.argument("model", metavar="NAME[@VERSION]")
-@click.argument("rows", nargs=-1, metavar="[ROW]...")
-@click.option(
-    "--input",
-    "arguments",
-    multiple=True,
-    metavar="X=1,2,3",
-    help="Numbers, a text, or a JSON list for an input; repeated, for the others and for more rows.",
-)
-@click.option("--json", "json_file", metavar="FILE", help="A JSON file of inputs or rows; - is standard input.")
-@click.option(
-    "--csv", "--parquet", "table", type=click.Path(path_type=Path), help="A table: a row for each prediction."
-)
-@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
-@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; may be repeated.")
-@click.option("--white", type=float, help="The number of a white pixel.  [default: 1; 255 for integers]")
-@click.option(
-    "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
-)
-@click.option("--text", "texts", multiple=True, metavar="TEXT|@FILE", help="For a language model; @FILE: on each line.")
-@click.option("--with", "fields", multiple=True, metavar="NAME=VALUE", help="Of texts: max_tokens=60, temperature=0.")
-@click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option(
-    "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
-)
-@click.option("--sticky", default="", metavar="KEY", help="Always use the same side of a canary.")
-@click.option("--track", default="", metavar="stable|candidate", help="Use one side of a canary.")
-@click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@endpoint_option
+@verb()
 @ca_option
-@key_option
 def predict(
-    model: str,
-    rows: tuple[str, ...],
-    arguments: tuple[str, ...],
-    json_file: str | None,
-    table: Path | None,
-    columns: tuple[str, ...],
-    images: tuple[Path, ...],
-    white: float | None,
-    arrays: tuple[str, ...],
-    texts: tuple[str, ...],
-    fields: tuple[str, ...],
-    rows_per_request: int,
-    deadline_s: float | None,
-    sticky: str,
-    track: str,
-    output: str,
-    endpoint: str | None,
-    key: str,
+    model: ModelName,
+    rows: Annotated[Texts, "[ROW]..."] = (),
+    *,
+    arguments: Annotated[
+        Texts,
+        "--input X=1,2,3",
+        "Numbers, a text, or a JSON list for an input; repeated, for the others and for more rows.",
+    ] = (),
+    json_file: Annotated[str | None, "--json FILE", "A JSON file of inputs or rows; - is standard input."] = None,
+    table: Annotated[Path | None, "--csv --parquet", "A table: a row for each prediction."] = None,
+    columns: Annotated[Texts, "--columns [X=]A,B,C", "The columns of an input."] = (),
+    images: Annotated[tuple[Path, ...], "--image", "A picture; may be repeated."] = (),
+    white: Annotated[float | None, "The number of a white pixel.  [default: 1; 255 for integers]"] = None,
+    arrays: Annotated[Texts, "--npy [X=]FILE", "A NumPy array [rows, ...], or .npz of inputs."] = (),
+    texts: Annotated[Texts, "--text TEXT|@FILE", "For a language model; @FILE: on each line."] = (),
+    fields: Annotated[Texts, "--with NAME=VALUE", "Of texts: max_tokens=60, temperature=0."] = (),
+    rows_per_request: Positive = 64,
+    deadline_s: Annotated[
+        float | None, "How long an answer is useful; the endpoint rejects a request that would be late."
+    ] = None,
+    sticky: Annotated[str, "--sticky KEY", "Always use the same side of a canary."] = "",
+    track: Annotated[str, "--track stable|candidate", "Use one side of a canary."] = "",
+    output: Literal["table", "json"] = "table",
+    endpoint: EndpointName = None,
+    key: Key = "",
 ) -> None:
     """Send requests to a model of an endpoint: as rows, words, JSON, a table, images, arrays or texts.
 
@@ -128,7 +116,7 @@ def predict(
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
     target = find_endpoint(endpoint, name.partition(":")[0])
-    with Client(target.url, token=key or token_for(target.url)) as client:
+    with target.connect(key) as client:
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         if texts:
             return _show_versions(name, *predict_texts(client, name, texts, fields, output, options))

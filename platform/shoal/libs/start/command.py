@@ -7,11 +7,14 @@ and `MyKind` where the user's name comes.
 from __future__ import annotations
 
 import keyword
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from shoal.errors import ConfigError
+from shoal.extend.cli import verb
 
 TEMPLATES = Path(__file__).parent / "templates"
 NEXT = {
@@ -37,10 +40,8 @@ PAGES = {
 }
 
 
-@click.command()
-@click.argument("kind", type=click.Choice(list(NEXT)))
-@click.argument("name", required=False)
-def new(kind: str, name: str | None) -> None:
+@verb()
+def new(kind: Annotated[str, click.Choice(list(NEXT))], name: str | None = None) -> Iterator[str]:
     """Write files to begin with into this folder: something small of this KIND that runs, and its test.
 
     NAME is what it is called, a name of Python's; by default my_task, my_actor, my_endpoint or my_library. Where a file
@@ -54,12 +55,10 @@ def new(kind: str, name: str | None) -> None:
       shoal new library reports
     """
     written = write_template(kind, name or f"my_{kind}", Path())
-    for path in written:
-        click.echo(f"{path} is written")
-    click.echo("\nNext:\n")
-    for line in NEXT[kind]:
-        click.echo(f"  {rename(line, kind, name or f'my_{kind}')}")
-    click.echo(f"\ndocs/{PAGES[kind]} goes on from there.")
+    yield from (f"{path} is written" for path in written)
+    yield "\nNext:\n"
+    yield from (f"  {rename(line, kind, name or f'my_{kind}')}" for line in NEXT[kind])
+    yield f"\ndocs/{PAGES[kind]} goes on from there."
 
 
 def write_template(kind: str, name: str, folder: Path) -> list[Path]:

@@ -6,12 +6,22 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-
-import click
+from typing import Annotated, Literal
 
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
-from shoal.extend.cli import RunArguments, address_option, find_job, launch_run, plain_option, strip_task_key
+from shoal.extend.cli import (
+    Address,
+    NotNegative,
+    Plain,
+    Positive,
+    RunArguments,
+    TaskName,
+    Texts,
+    find_job,
+    launch_run,
+    verb,
+)
 from shoal.extend.flows import is_loop_job
 from shoal.extend.runs import format_masked_command
 from shoal.search.space import SearchSpace
@@ -33,7 +43,7 @@ class SweepArguments(RunArguments):
         return format_masked_command(["shoal", "sweep", *typed, *address])
 
 
-@click.command(
+@verb(
     epilog="""\b
 examples:
   shoal sweep lenet 'optimizer.learning_rate=log(1e-4,1e-1)' --trials 20 stop.steps=500
@@ -43,39 +53,30 @@ examples:
   shoal sweep actor_learner env=CartPole-v1 algorithm=impala stop.steps=50000
   shoal sweep --resume 20261120-064501-3f2a"""
 )
-@click.argument("task", required=False, callback=lambda c, p, task: strip_task_key(c, p, task or ""))
-@click.argument("overrides", nargs=-1, metavar="[A.B=C|A.B=log(1e-4,1e-1)]...")
-@click.option("--trials", type=click.IntRange(min=1), help="How many trials.  [default: 10]")
-@click.option(
-    "--search",
-    type=click.Choice(["random", "optuna", "bohb", "pbt"]),
-    help="Which values are tried: at random, by Optuna, by Optuna from trials that end early as well, or changed while "
-    "the trials go on (population-based training).  [default: random]",
-)
-@click.option(
-    "--scheduler",
-    type=click.Choice(["none", "asha"]),
-    help="Which trials end early.  [default: asha with --search bohb, else none]",
-)
-@click.option("--metric", help="Of the evaluation; default: that of stop.target, or the first but the loss.")
-@click.option("--direction", type=click.Choice(["max", "min"]), help="Whether more of it is better, or less.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the search.  [default: 0]")
-@click.option("--cpus-per-trial", type=float, help="Processors of a trial on one worker.  [default: 1]")
-@click.option("--gpus-per-trial", type=float, help="Devices of a trial, or a share of one.  [default: 0]")
-@click.option("--concurrent", type=click.IntRange(min=1), help="Trials at a time; default: as many as there is room.")
-@click.option("--actors", type=click.IntRange(min=1), help="Of each trial that is a run of the loop.  [default: 2]")
-@click.option("--resume", metavar="RUN", help="Go on with a sweep: its finished trials are not repeated.")
-@click.option("--retry-failed", is_flag=True, default=None, help="With --resume: run its failed trials again.")
-@address_option
-@plain_option
 def sweep(
-    task: str,
-    overrides: tuple[str, ...],
-    resume: str | None,
-    address: str | None,
-    plain: bool,
-    actors: int | None,
-    **options: object,
+    task: TaskName = "",
+    overrides: Annotated[Texts, "[A.B=C|A.B=log(1e-4,1e-1)]..."] = (),
+    *,
+    trials: Annotated[Positive | None, "How many trials.  [default: 10]"] = None,
+    search: Annotated[
+        Literal["random", "optuna", "bohb", "pbt"] | None,
+        "Which values are tried: at random, by Optuna, by Optuna from trials that end early as well, or changed while "
+        "the trials go on (population-based training).  [default: random]",
+    ] = None,
+    scheduler: Annotated[
+        Literal["none", "asha"] | None, "Which trials end early.  [default: asha with --search bohb, else none]"
+    ] = None,
+    metric: Annotated[str | None, "Of the evaluation; default: that of stop.target, or the first but the loss."] = None,
+    direction: Annotated[Literal["max", "min"] | None, "Whether more of it is better, or less."] = None,
+    seed: Annotated[NotNegative | None, "Of the search.  [default: 0]"] = None,
+    cpus_per_trial: Annotated[float | None, "Processors of a trial on one worker.  [default: 1]"] = None,
+    gpus_per_trial: Annotated[float | None, "Devices of a trial, or a share of one.  [default: 0]"] = None,
+    concurrent: Annotated[Positive | None, "Trials at a time; default: as many as there is room."] = None,
+    actors: Annotated[Positive | None, "Of each trial that is a run of the loop.  [default: 2]"] = None,
+    resume: Annotated[str | None, "--resume RUN", "Go on with a sweep: its finished trials are not repeated."] = None,
+    retry_failed: Annotated[bool | None, "With --resume: run its failed trials again."] = None,
+    address: Address = None,
+    plain: Plain = False,
 ) -> None:
     """Train TASK with values from a search space, and register the best network.
 
@@ -87,8 +88,11 @@ def sweep(
     Without a distribution, a job of the loop searches its algorithm's own space, but for the fields that are set; the
     first trial has the defaults.
     """
-    if options["retry_failed"] and not resume:
+    if retry_failed and not resume:
         raise ConfigError("retry_failed", True, "is for a sweep that goes on", "give --resume RUN")
+    options: dict[str, object] = {"trials": trials, "search": search, "scheduler": scheduler, "metric": metric}
+    options |= {"direction": direction, "seed": seed, "cpus_per_trial": cpus_per_trial}
+    options |= {"gpus_per_trial": gpus_per_trial, "concurrent": concurrent, "retry_failed": retry_failed}
     job_overrides = [f"{name}={value}" for name, value in options.items() if value is not None]
     if resume:
         if task or overrides or actors:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import RunError, summarize_error
+from shoal.extend.cli import verb
 from shoal.extend.runs import MetricValue, Run, Status, Tracker, load, load_tracker
 from shoal.home import file_lock
 
@@ -231,10 +231,12 @@ def watch(follower: Follower, give_up: Callable[[], None], every_s: float = 1.0)
     return thread
 
 
-@click.command()
-@click.argument("run", default="latest")
-@click.option("--to", "tracker", required=True, help="mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker.")
-def track(run: str, tracker: str) -> None:
+@verb()
+def track(
+    run: str = "latest",
+    *,
+    tracker: Annotated[str, "--to", "mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker."],
+) -> str:
     """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
 
     For a run that had no `track`, or a tracker that did not answer. The tracker's own environment variables name its
@@ -250,4 +252,4 @@ def track(run: str, tracker: str) -> None:
     state = Follower(record, tracker, follow, grace_s=PERSON_GRACE_S).follow()
     if not state.is_complete:
         raise RunError(f"{tracker} lacks values of run {record.id}: {state.problem or 'the run was resumed'}")
-    click.echo(f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}")
+    return f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,8 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.client import Client
-from shoal.client.discovery import FoundEndpoint, list_endpoints, token_for
+from shoal.client.discovery import FoundEndpoint, list_endpoints
 from shoal.errors import ClusterError, ConfigError, RunError, ShoalError
 from shoal.extend.cli import EndpointLogs, describe_status, list_jobs_by_endpoint
 from shoal.extend.cluster import ClusterHandle, connect, list_clusters, list_jobs, list_nodes, list_reservations
@@ -31,7 +29,6 @@ from shoal.home import home
 from shoal.libs.console.answers import PROGRAM, answer_json, require_session, with_fields
 from shoal.libs.console.serving.readings import SharedReading, wait_for_all
 
-STATUS_TIMEOUT_S = 5.0
 CHANGES = ("promote", "rollback", "canary", "shadow")
 MAX_AUDIT, MAX_LINES, MAX_JOBS = 200, 1000, 50
 
@@ -67,13 +64,8 @@ class Endpoints:
     def _find_reading(self, found: FoundEndpoint) -> SharedReading[EndpointStatus]:
         with self._lock:
             if found.url not in self._statuses:
-                self._statuses[found.url] = SharedReading(partial(_read_status, found.url))
+                self._statuses[found.url] = SharedReading(found.read_status)
             return self._statuses[found.url]
-
-
-def _read_status(url: str) -> EndpointStatus:
-    with Client(url, token=token_for(url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
-        return client.status()
 
 
 def list_all(request: Request) -> Response:
@@ -105,7 +97,7 @@ def change(request: Request, fields: Mapping[str, Any]) -> Response:
         raise ConfigError("action", action, "is no change that the console makes", f"one of {', '.join(CHANGES)}")
     found, reading = request.app.state.endpoints.find(request.path_params["endpoint"])
     given = {name: fields[name] for name in ("version", "from_version", "percent", "reason") if name in fields}
-    with Client(found.url, token=token_for(found.url)) as client:
+    with found.connect() as client:
         now = client.rollout(action, model, program=PROGRAM, **given)
     reading.forget()
     return answer_json(msgspec.to_builtins(now))
