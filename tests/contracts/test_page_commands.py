@@ -22,8 +22,8 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.cli import cli
-from shoal.cli.support.verbs import DefaultCommandGroup
 from shoal.cli.support.jobs import find_job
+from shoal.cli.support.verbs import DefaultCommandGroup
 from shoal.config import Spec, last_override
 from shoal.errors import ShoalError
 from shoal.flows.serving_spec import ServingSpec
