@@ -22,7 +22,7 @@ import ray
 from shoal.atomic_file import make_folder
 from shoal.cluster.capacity import count_gpu_slots, get_head_address, get_node_address, gpus_by_host, make_host_options
 from shoal.device_memory import limit_device_memory
-from shoal.errors import Closed, ClusterError, ConfigError, LedgerUnwritable
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, LedgerUnwritable
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
@@ -46,6 +46,7 @@ from shoal.wire import DropReason, ExperienceSpec
 from shoal.wire.messages import GameSettings
 
 if TYPE_CHECKING:
+    from shoal.channel.connection import ChannelAddress
     from shoal.rl.learner_group import HubLink
 
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
@@ -177,8 +178,7 @@ class LearnerWorker:
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
-        address = ray.util.get_node_ip_address(), setting.token.encode()
-        self._hub = LearnerHub(*address) if spec.learner.replicas > 1 else None
+        self._hub = LearnerHub(ray.util.get_node_ip_address()) if spec.learner.replicas > 1 else None
         version, site = get_stored_version(store), setting.demonstrations
         self._learner = Learner(
             spec,
@@ -200,7 +200,7 @@ class LearnerWorker:
         ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
         return {**self._learner.stats(), "failure": self._failure or ended}
 
-    def hub_address(self) -> tuple[str, int]:
+    def hub_address(self) -> ChannelAddress:
         """Where the other learners of the run join."""
         assert self._hub is not None
         return self._hub.address
@@ -265,8 +265,8 @@ class LearnerReplicaWorker:
         learner = ray.get_actor(_learner_name(self._setting.run_id), NAMESPACE)
         address = call_until_answered(learner.hub_address, patience_s=START_TIMEOUT_S)
         try:
-            return HubLink(address, self._setting.token.encode())
-        except Closed:
+            return HubLink(address)
+        except ConnectionLost:
             time.sleep(RETRY_S)  # the learner is on its way back, or the run ends
             raise
 
