@@ -56,6 +56,7 @@ NAMES = (
     *("serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
     *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
     *(
+        "serving.changes",
         "serving.scale_events",
         "serving.autoscaling",
         "serving.from_zero",
