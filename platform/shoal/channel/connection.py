@@ -105,7 +105,7 @@ class Channel:
         head = memoryview(bytearray(SIZE.size))
         self._read_into(head)
         (size,) = SIZE.unpack(head)
-        memory = memoryview(np.empty(size, np.uint8))
+        memory = np.empty(size, np.uint8).data
         memory[: SIZE.size] = head
         self._read_into(memory[SIZE.size :])
         return memory
