@@ -328,20 +328,3 @@ def test_a_learner_that_reads_no_more_is_lost_and_the_hub_goes_on(monkeypatch: p
     finally:
         link.close()
         hub.close()
-
-
-def test_a_learner_that_joins_gets_the_state_with_its_first_share_alone() -> None:
-    hub = LearnerHub(HOST)
-    link = HubLink(hub.address)
-    loaded = list[bytes]()
-    try:
-        wait_for_member(hub)
-        batch = ExperienceBatch.from_segments(1, [segment(16) for _ in range(2)])
-        for _ in range(2):
-            hub.distribute(batch, lambda: b"state")
-            share = link.wait_for_share(loaded.append)
-            assert share.num_steps == 16
-        assert loaded == [b"state"]
-    finally:
-        link.close()
-        hub.close()

@@ -37,7 +37,6 @@ from shoal.network_address import watch_host
 PROOF_S = 10.0  # for a connection, and for the proof of the secret
 LOST_S = 4  # after which a host that acknowledges nothing is lost
 MAX_STRANGERS = 64  # connections that have not proved the secret
-SECRET_BYTES = 32
 _ACCEPT_PAUSE_S = 0.5
 
 
@@ -140,7 +139,7 @@ class ChannelListener:
 
     def __init__(self, host: str, lost_s: int = LOST_S) -> None:
         self._server = socket.create_server((host, 0))
-        self.address = ChannelAddress(host, self._server.getsockname()[1], token_bytes(SECRET_BYTES))
+        self.address = ChannelAddress(host, self._server.getsockname()[1], token_bytes())
         self._lost_s = lost_s
         self._is_closed = False
         self._strangers = threading.Semaphore(MAX_STRANGERS)

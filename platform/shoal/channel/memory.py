@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,19 +69,12 @@ def map_memory(address: MemoryAddress, is_writable: bool = False) -> mmap.mmap |
     if address.boot not in ("", get_boot_id()):
         return None
     access = os.O_RDWR if is_writable else os.O_RDONLY
-    try:
-        # Another file may have the number by now, even a pipe: opening it must not wait.
-        fd = os.open(address.path, access | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        result = os.fstat(fd)
-        if not stat.S_ISREG(result.st_mode) or (result.st_ino, result.st_size) != (address.inode, address.size):
-            return None
-        if is_writable:
-            return mmap.mmap(fd, address.size)
-        return mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    # Another file may have the number by now, even a pipe: opening it must not wait.
+    with suppress(OSError), open(os.open(address.path, access | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        result = os.fstat(file.fileno())
+        if stat.S_ISREG(result.st_mode) and (result.st_ino, result.st_size) == (address.inode, address.size):
+            if is_writable:
+                return mmap.mmap(file.fileno(), address.size)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return mmap.mmap(file.fileno(), address.size, flags=flags, prot=mmap.PROT_READ)
+    return None
