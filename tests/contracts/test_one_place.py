@@ -48,9 +48,7 @@ PLACES = {
     "the memory of another process is opened": (r"/proc/\{self.pid", {"channel/memory.py"}),
     "arrays and tensors are kept out of a pickle": (
         r"\breducer_override\(",
-        {
-            *("channel/packing.py", "data/workers/shm_transfer.py"),
-        },
+        {"channel/packing.py", "data/workers/shm_transfer.py"},
     ),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",
