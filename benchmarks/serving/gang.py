@@ -39,9 +39,9 @@ from benchmarks.before import checkout
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
 from benchmarks.talk import say
+from shoal.channel.connection import ChannelAddress
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.member import GangMember
-from shoal.libs.gang.messages import Address
 from shoal.libs.gang.team import GangLost
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
@@ -66,11 +66,11 @@ class ProcessLauncher:
     def __init__(self) -> None:
         self.processes: list[Any] = []
 
-    def start(self, count: int, secret: bytes) -> list[Address]:
+    def start(self, count: int) -> list[ChannelAddress]:
         context, pipes = multiprocessing.get_context("spawn"), []
         for _ in range(count):
             ours, theirs = context.Pipe(duplex=False)
-            self.processes.append(context.Process(target=work, args=(theirs, secret), daemon=True))
+            self.processes.append(context.Process(target=work, args=(theirs,), daemon=True))
             self.processes[-1].start()
             pipes.append(ours)
         return [pipe.recv() for pipe in pipes]
@@ -82,9 +82,9 @@ class ProcessLauncher:
         self.processes.clear()
 
 
-def work(pipe: Connection, secret: bytes) -> None:
+def work(pipe: Connection) -> None:
     """The process of a worker."""
-    member = GangMember("127.0.0.1", secret, lambda: os._exit(0))
+    member = GangMember("127.0.0.1", lambda: os._exit(0))
     pipe.send(member.address)
     member.serve()
 

@@ -34,7 +34,7 @@ LEVELS = [
     {"open_inference", "sources"},
     {"wire"},
     {"config", "store"},
-    {"home", "yaml_text"},
+    {"channel", "home", "yaml_text"},
     {"frame", "plugins"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),

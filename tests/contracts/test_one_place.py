@@ -65,6 +65,12 @@ PLACES = {
     "a hello is held against the gateway's token": (r"hello\.token", {"rl/gateway/sessions.py"}),
     "the head of a run in a store is replaced": (r"\.replace\(head_key\(", {"runs/record/store_mirror.py"}),
     "an episode is open at the gateway": (r"\bRemoteEpisode\(", {"rl/gateway/remote_episodes.py"}),
+    "processes of ours prove a secret to each other": (r"\bdeliver_challenge\b", {"channel/connection.py"}),
+    "the memory of another process is opened": (r"/proc/\{self.pid", {"channel/memory.py"}),
+    "arrays and tensors are kept out of a pickle": (
+        r"\breducer_override\(",
+        {"channel/packing.py", "data/workers/shm_transfer.py"},
+    ),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",
         {f"libs/planning/predict/{name}.py" for name in ("rank_step", "fake_step", "predict")},

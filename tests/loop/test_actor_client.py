@@ -21,6 +21,7 @@ from loop.gateway_asking import Raw
 from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient, play
 from shoal.actor.exchange import ReceivedWeights
+from shoal.channel.memory import MemoryAddress, map_memory
 from shoal.errors import (
     Closed,
     ConfigError,
@@ -33,7 +34,6 @@ from shoal.errors import (
 )
 from shoal.rl.experience.queue import BatchRequest
 from shoal.weights import shared_memory
-from shoal.weights.shared_memory import PayloadAddress, map_payload
 from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping, WeightsMessage
 from waiting import start_thread, wait_for
@@ -417,7 +417,7 @@ def test_an_actor_of_this_machine_maps_the_weights_and_another_one_gets_them_sen
     """False: as of a gateway in another container, or at the other end of a tunnel."""
     monkeypatch.setattr(shared_memory, "LEAST_BYTES", 1)
     if not can_map:
-        monkeypatch.setattr("shoal.actor.exchange.map_payload", lambda place: None)
+        monkeypatch.setattr("shoal.actor.exchange.map_memory", lambda place: None)
     with serving() as parts, client(parts) as actor:
         for version in (2, 3, 4):
             parts.store.publish(weights(version))
@@ -435,14 +435,14 @@ def test_mapped_weights_have_the_limit_of_those_that_are_sent() -> None:
 
 
 def test_an_actor_that_comes_too_late_to_map_a_version_gets_that_one_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[PayloadAddress] = []
+    opened: list[MemoryAddress] = []
 
-    def map_all_but_the_second(address: PayloadAddress) -> object:
+    def map_all_but_the_second(address: MemoryAddress) -> object:
         opened.append(address)
-        return None if len(opened) == 2 else map_payload(address)
+        return None if len(opened) == 2 else map_memory(address)
 
     monkeypatch.setattr(shared_memory, "LEAST_BYTES", 1)
-    monkeypatch.setattr("shoal.actor.exchange.map_payload", map_all_but_the_second)
+    monkeypatch.setattr("shoal.actor.exchange.map_memory", map_all_but_the_second)
     with serving() as parts, client(parts) as actor:
         for version in (1, 2, 3):
             parts.store.publish(weights(version)) if version > 1 else None

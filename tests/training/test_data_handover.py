@@ -13,7 +13,7 @@ import torch
 
 from shoal.batch_tree import map_tensors
 from shoal.data.loader import can_be_pinned
-from shoal.data.workers.shm_transfer import pack, receive, send, unpack
+from shoal.data.workers.shm_transfer import map_file, receive, send, write_file
 
 
 class Pair(NamedTuple):
@@ -71,14 +71,14 @@ def test_ragged_tensors_arrive_as_they_were(layout: torch.layout) -> None:
 
 
 def test_what_many_read_is_mapped_once_and_written_by_each_for_itself() -> None:
-    descriptor, modules = pack({"values": np.zeros(1000), "tensor": torch.zeros(1000), "kind": Pair})
+    descriptor, modules = write_file({"values": np.zeros(1000), "tensor": torch.zeros(1000), "kind": Pair})
     assert __name__ in modules
-    first, second = unpack(descriptor, private=True), unpack(descriptor, private=True)
+    first, second = map_file(descriptor, private=True), map_file(descriptor, private=True)
     first["values"] += 1
     first["tensor"] += 1
     assert not second["values"].any()
     assert not second["tensor"].any()
-    shared, also = unpack(descriptor), unpack(descriptor)
+    shared, also = map_file(descriptor), map_file(descriptor)
     shared["values"][3] = 5
     assert also["values"][3] == 5  # no copy was made
     os.close(descriptor)
@@ -100,9 +100,9 @@ def test_an_array_that_is_mapped_from_a_file_is_mapped_again_and_not_copied(tmp_
         "to write": np.load(tmp_path / "tokens.npy", mmap_mode="r+"),
         "turned": np.memmap(tmp_path / "turned", np.float64, "r", 0, (2, 3), "F"),
     }
-    descriptor, _ = pack(value)
+    descriptor, _ = write_file(value)
     assert os.fstat(descriptor).st_size < 1 << 16
-    found = unpack(descriptor)
+    found = map_file(descriptor)
     os.close(descriptor)
     for name, array in value.items():
         assert (found[name].dtype, found[name].tolist()) == (array.dtype, array.tolist())
@@ -110,8 +110,8 @@ def test_an_array_that_is_mapped_from_a_file_is_mapped_again_and_not_copied(tmp_
     assert np.load(tmp_path / "tokens.npy")[0, :2].tolist() == [0, 1]
     unlinked = np.load(tmp_path / "tokens.npy", mmap_mode="r")
     (tmp_path / "tokens.npy").unlink()
-    descriptor, _ = pack(unlinked)
-    assert unpack(descriptor)[2, 5] == content[2, 5]
+    descriptor, _ = write_file(unlinked)
+    assert map_file(descriptor)[2, 5] == content[2, 5]
     os.close(descriptor)
 
 

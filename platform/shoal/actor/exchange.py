@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shoal.channel.memory import IS_AVAILABLE, MemoryAddress, map_memory
 from shoal.errors import ProtocolViolation
-from shoal.weights import decode_tensors, shared_memory
-from shoal.weights.shared_memory import PayloadAddress, map_payload, view_tensors
+from shoal.weights import decode_tensors
+from shoal.weights.shared_memory import view_tensors
 from shoal.wire import PackedSegment
 from shoal.wire.messages import OpponentMessage, Pull, WeightsMessage
 
@@ -118,7 +119,7 @@ class ReceivedWeights:
         """Whether this machine is the gateway's, so that its memory can perhaps be mapped."""
         if is_gateways != self._is_gateways:
             # Until a mapping fails, and none has worked.
-            self.shares_memory = is_gateways and shared_memory.IS_AVAILABLE
+            self.shares_memory = is_gateways and IS_AVAILABLE
             self._is_gateways = is_gateways
             self._has_mapped = False
             self._is_late = False
@@ -136,7 +137,7 @@ class ReceivedWeights:
             return message.version
         if message.size > self.max_bytes:
             raise ProtocolViolation("too_large", f"weights {message.version}: {message.size} bytes")
-        payload = map_payload(PayloadAddress(message.pid, message.fd, message.inode, message.size))
+        payload = map_memory(MemoryAddress(message.pid, message.fd, message.inode, message.size))
         if payload is None:
             self._is_late, self.shares_memory = True, self._has_mapped
             return None

@@ -11,34 +11,21 @@ Called by the algorithms, for sums, and by the learner and its replicas. Knows n
 
 from __future__ import annotations
 
-import heapq
-import os
-import socket as network
-import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import Closed
+from shoal.batch_tree import balance_by_size
+from shoal.channel.connection import Channel, ChannelAddress, ChannelListener, connect
+from shoal.errors import ConnectionLost
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.weights import decode_tensors, encode_tensors
 
-REPLY_TIMEOUT_S = 60.0  # after which the hub goes on without a learner that does not answer
-_CONNECT_TIMEOUT_S = 10.0
-_ACCEPT_PAUSE_S = 0.5
-_MAX_STRANGERS = 64  # connections that have not proved the key
-_GONE = (EOFError, OSError)
+REPLY_TIMEOUT_S = 60  # after which the hub goes on without a learner that does not answer
 
 
 class BatchShare(NamedTuple):
@@ -71,33 +58,16 @@ class SampleShard(NamedTuple):
         return self._replace(arrays={name: each[begin:end] for name, each in self.arrays.items()}, first=begin)
 
 
-def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
-    """The learner of each segment [S]: the longest first, each to one with the fewest steps so far (Graham 1969)."""
-    learners = np.zeros(len(lengths), np.int64)
-    loads = [(0, learner) for learner in range(num_learners)]
-    for segment in np.argsort(-lengths, kind="stable"):
-        num_steps, learner = loads[0]
-        learners[segment] = learner
-        heapq.heapreplace(loads, (num_steps + int(lengths[segment]), learner))
-    return learners
+class _Share(NamedTuple):
+    """What a learner is sent.
 
-
-class _Share(msgspec.Struct, frozen=True):
-    """What a learner is sent: a BatchShare, with the hub's random state, or a SampleShard.
-
-    tensors:   of a batch `keep`, `lengths` and `random_state`, of a sample its arrays
-    batch:     its segments
-    sizes:     of a sample: first, num_items, num_steps
-    has_state: the hub's state is the next message, for a learner that lacks it; it may be too large for MessagePack
+    random_state: the hub's, for a part of a batch
+    state:        the hub's, for a learner that lacks it
     """
 
-    tensors: bytes
-    batch: bytes = b""
-    sizes: tuple[int, int, int] | None = None
-    has_state: bool = False
-
-
-_DECODER = msgspec.msgpack.Decoder(_Share)
+    part: BatchShare | SampleShard
+    random_state: Tensor | None
+    state: bytes
 
 
 class LearnerGroup:
@@ -176,36 +146,18 @@ def standardize(values: Tensor, group: LearnerGroup) -> Tensor:
     return standardized.to(values.dtype)
 
 
-@dataclass(eq=False)
-class _Member:
-    """The hub's connection to another learner. has_weights: those of the hub, as the last batch has left them."""
-
-    connection: Connection
-    pid: int
-    has_weights: bool = False
-
-
 class LearnerHub(LearnerGroup):
-    """Learner 0. The others connect to `address` with the key; they take part from the next batch on.
+    """Learner 0. The others connect to `address`; they take part from the next batch on."""
 
-    | queue                  | capacity  | what blocks | who unblocks | close()          |
-    |------------------------|-----------|-------------|--------------|------------------|
-    | learners that connect  | unbounded | nothing     |              | disconnects them |
-    """
-
-    def __init__(self, host: str, key: bytes) -> None:
+    def __init__(self, host: str) -> None:
         super().__init__()
-        self._key = key
-        self._server = network.create_server((host, 0))
-        self._is_closing = False
-        self._strangers = threading.Semaphore(_MAX_STRANGERS)
-        self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-        self._arrived: list[_Member] = []
-        self._members: list[_Member] = []
-        self._working: dict[int, _Member] = {}  # by the number of the learner in the present batch, from 1 on
+        self._listener = ChannelListener(host, REPLY_TIMEOUT_S)
+        self.address = self._listener.address
+        self._members: list[Channel] = []
+        self._current: set[Channel] = set()  # those with the weights of the hub, as the last batch has left them
+        self._working: dict[int, Channel] = {}  # by the number of the learner in the present batch, from 1 on
         self._learners = np.zeros(0, np.int64)  # [S], of each segment of the present batch
         self.lost = np.zeros(0, np.bool_)  # [S], whether a segment's learner has died
-        threading.Thread(target=self._accept, name="learner-hub", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
@@ -218,29 +170,23 @@ class LearnerHub(LearnerGroup):
         serialize: the algorithm's state before this batch, for learners that lack it
         """
         self._select_working(len(batch.lengths))
-        self._learners = divide(batch.lengths, self.num_learners)
+        self._learners = balance_by_size(batch.lengths, self.num_learners)
         self.lost = np.zeros(len(batch.lengths), np.bool_)
-        random_state = torch.get_rng_state().numpy()
         masks = [self._learners == number for number in range(self.num_learners)]
         shares = [BatchShare(batch.select(each), each, batch.lengths) for each in masks]
-        messages = []
-        for batch_share in shares[1:]:
-            tensors = {"keep": batch_share.keep, "lengths": batch.lengths, "random_state": random_state}
-            messages.append(_Share(encode_tensors(tensors), batch_share.batch.to_bytes()))
-        self._send(messages, serialize)
+        self._send(shares[1:], torch.get_rng_state(), serialize)
         self._share = shares[0]
         return self._share.batch
 
     def renew_weights(self) -> None:
         """Send the others the state with their next shares: this learner's weights have changed without them."""
-        for each in self._members:
-            each.has_weights = False
+        self._current.clear()
 
     def divide_sample(self, sample: SampleShard, serialize: Callable[[], bytes]) -> SampleShard:
         self._select_working(sample.num_items)
         bounds = [sample.num_items * number // self.num_learners for number in range(self.num_learners + 1)]
         shares = [sample.select(*each) for each in pairwise(bounds)]
-        self._send([_Share(encode_tensors(share.arrays), sizes=share[1:]) for share in shares[1:]], serialize)
+        self._send(shares[1:], None, serialize)
         return shares[0]
 
     def _select_working(self, num_parts: int) -> None:
@@ -249,147 +195,78 @@ class LearnerHub(LearnerGroup):
         self._working = dict(enumerate(self._members[: num_parts - 1], 1))
         self.num_learners = 1 + len(self._working)
 
-    def _send(self, shares: Sequence[_Share], serialize: Callable[[], bytes]) -> None:
+    def _send(
+        self,
+        parts: Sequence[BatchShare | SampleShard],
+        random_state: Tensor | None,
+        serialize: Callable[[], bytes],
+    ) -> None:
         """Send each of those who work a share, and with it the state, if it lacks that."""
         state = b""
-        working = list(self._working.items())
-        for (number, member), share in zip(working, shares, strict=True):
-            if not member.has_weights:
+        for (number, channel), part in zip(list(self._working.items()), parts, strict=True):
+            if lacks_state := channel not in self._current:
                 state = state or serialize()
-                share = msgspec.structs.replace(share, has_state=True)
-            try:
-                member.connection.send_bytes(msgspec.msgpack.encode(share))
-                if share.has_state:
-                    member.connection.send_bytes(state)
-            except _GONE:
-                self._lose(number)
-        for each in self._members:
-            each.has_weights = any(each is member for _, member in working)
+            with self._noticing_loss(number):
+                channel.send(_Share(part, random_state, state if lacks_state else b""))
+        self._current = {*self._working.values()}
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.cpu()
-        for number, member in list(self._working.items()):
-            try:
-                if not member.connection.poll(REPLY_TIMEOUT_S):
-                    raise EOFError
-                total = total + _read(member.connection.recv_bytes(), total.dtype)
-            except _GONE:
-                self._lose(number)
-        payload = total.numpy().tobytes()
-        for number, member in list(self._working.items()):
-            try:
-                member.connection.send_bytes(payload)
-            except _GONE:
-                self._lose(number)
+        for number, channel in list(self._working.items()):
+            with self._noticing_loss(number):
+                total = total + torch.frombuffer(channel.receive_bytes(REPLY_TIMEOUT_S), dtype=total.dtype)
+        for number, channel in list(self._working.items()):
+            with self._noticing_loss(number):
+                channel.send_bytes(total.numpy().data)
         return total.to(values.device)
 
     def close(self) -> None:
         """Disconnect the others, which then look for the next hub. Idempotent."""
-        self._is_closing = True
-        with suppress(OSError):  # closed before
-            self._server.shutdown(network.SHUT_RDWR)  # wakes the thread
-        self._server.close()
+        self._listener.close()
         self._admit()
         for each in self._members:
-            each.connection.close()
+            each.close()
         self._members, self._working = [], {}
 
-    def _lose(self, number: int) -> None:
-        member = self._working.pop(number)
-        member.connection.close()
-        self._members.remove(member)
-        self.lost |= self._learners == number  # of a replay's sample no segment is lost
+    @contextmanager
+    def _noticing_loss(self, number: int) -> Iterator[None]:
+        """Go on without a learner of the present batch that is gone: its segments are lost."""
+        try:
+            yield
+        except ConnectionLost:
+            channel = self._working.pop(number)
+            channel.close()
+            self._members.remove(channel)
+            self.lost |= self._learners == number  # of a replay's sample no segment is lost
 
     def _admit(self) -> None:
-        while self._arrived:  # another thread adds to it
-            self._members.append(self._arrived.pop(0))
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._server.accept()
-            except OSError:
-                if self._is_closing:
-                    return
-                time.sleep(_ACCEPT_PAUSE_S)  # out of files, for instance
-                continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._authenticate, args=(accepted,), daemon=True).start()
-            else:
-                accepted.close()
-
-    def _authenticate(self, accepted: network.socket) -> None:
-        # Of a learner that is stopped in the middle of a message nothing more may be expected.
-        _limit_waiting(accepted, network.SO_RCVTIMEO, _CONNECT_TIMEOUT_S)
-        connection = _make_connection(accepted)
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            self._arrived.append(_Member(connection, int(connection.recv_bytes())))
-        except (*_GONE, AuthenticationError, ValueError):  # no learner of this run
-            connection.close()
-        finally:
-            self._strangers.release()
+        while channel := self._listener.accept(0):
+            self._members.append(channel)
 
 
 class HubLink(LearnerGroup):
-    """Another learner's connection to the hub. Raises Closed when the hub is gone."""
+    """Another learner's connection to the hub. Raises ConnectionLost when the hub is gone."""
 
-    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+    def __init__(self, address: ChannelAddress) -> None:
         super().__init__()
-        try:
-            self._connection = _make_connection(network.create_connection(address, _CONNECT_TIMEOUT_S))
-            answer_challenge(self._connection, key)
-            deliver_challenge(self._connection, key)
-            self._connection.send_bytes(str(os.getpid()).encode())
-        except _GONE as error:
-            raise Closed(f"there is no learner at {address}") from error
+        self._channel = connect(address, REPLY_TIMEOUT_S)
 
     def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShard:
         """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
-        message = _DECODER.decode(self._receive())
-        if message.has_state:
-            load(self._receive())
+        share: _Share = self._channel.receive()
+        if share.state:
+            load(share.state)
         self.num_learners = 2  # or more: each of them has a part of the steps
-        tensors = decode_tensors(message.tensors)
-        if message.sizes is not None:  # copies are writable, as torch wants them
-            return SampleShard({name: each.copy() for name, each in tensors.items()}, *message.sizes)
-        self._share = BatchShare(ExperienceBatch.from_bytes(message.batch), tensors["keep"], tensors["lengths"])
-        torch.set_rng_state(torch.from_numpy(tensors["random_state"].copy()))
+        if isinstance(share.part, SampleShard):
+            return share.part
+        assert share.random_state is not None
+        torch.set_rng_state(share.random_state)
+        self._share = share.part
         return self._share.batch
 
     def sum(self, values: Tensor) -> Tensor:
-        mine = values.cpu()
-        try:
-            self._connection.send_bytes(mine.numpy().tobytes())
-        except _GONE as error:
-            raise Closed("the hub is gone") from error
-        return _read(self._receive(), mine.dtype).to(values.device)
+        self._channel.send_bytes(values.cpu().numpy().data)
+        return torch.frombuffer(self._channel.receive_bytes(), dtype=values.dtype).to(values.device)
 
     def close(self) -> None:
-        self._connection.close()
-
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv_bytes()
-        except _GONE as error:
-            raise Closed("the hub is gone") from error
-
-
-def _make_connection(socket: network.socket) -> Connection:
-    socket.settimeout(None)
-    socket.setsockopt(network.IPPROTO_TCP, network.TCP_NODELAY, 1)
-    socket.setsockopt(network.SOL_SOCKET, network.SO_KEEPALIVE, 1)
-    _limit_waiting(socket, network.SO_SNDTIMEO, REPLY_TIMEOUT_S)
-    return Connection(socket.detach())
-
-
-def _limit_waiting(socket: network.socket, option: int, timeout_s: float) -> None:
-    """Make reading or writing raise OSError when nothing moves for so long."""
-    seconds = int(timeout_s)
-    value = struct.pack("ll", seconds, int(1e6 * (timeout_s - seconds)))
-    socket.setsockopt(network.SOL_SOCKET, option, value)
-
-
-def _read(payload: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=dtype)  # a writable copy
+        self._channel.close()

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from shoal.errors import Closed
+from shoal.errors import ConnectionLost
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.learner_group import HubLink, SampleShard
 from shoal.rl.spec import RLSpec
@@ -26,7 +26,8 @@ class LearnerReplica:
         self._algorithm = make_algorithm(spec, experience, has_replay=False)
 
     def run(self, connect: Callable[[], HubLink | None]) -> None:
-        """Join the hub that `connect` finds, again and again, until it finds none. It may raise Closed: try again."""
+        """Join the hub that `connect` finds, again and again, until it finds none. It may raise ConnectionLost:
+        try again."""
         torch.set_flush_denormal(True)
         link: HubLink | None = None
         while True:
@@ -41,7 +42,7 @@ class LearnerReplica:
                         continue
                     for _ in self._algorithm.update(share):
                         pass
-            except Closed:
+            except ConnectionLost:
                 if link is not None:
                     link.close()
                 link = None

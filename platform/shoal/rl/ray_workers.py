@@ -21,7 +21,14 @@ import ray
 from shoal.actor.environment import ASK
 from shoal.cluster.capacity import count_gpu_slots, get_head_address, get_node_address, gpus_by_host, make_host_options
 from shoal.device_memory import limit_device_memory
-from shoal.errors import Closed, ClusterError, ConfigError, LedgerUnwritable, RecordUnwritable, error_summary
+from shoal.errors import (
+    ClusterError,
+    ConfigError,
+    ConnectionLost,
+    LedgerUnwritable,
+    RecordUnwritable,
+    error_summary,
+)
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.home import home
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
@@ -47,6 +54,7 @@ from shoal.wire import DropReason
 from shoal.wire.messages import GameSettings
 
 if TYPE_CHECKING:
+    from shoal.channel.connection import ChannelAddress
     from shoal.rl.learner_group import HubLink
 
 SpecT = TypeVar("SpecT", bound=RLSpec)
@@ -131,8 +139,7 @@ class LearnerWorker:
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
-        address = ray.util.get_node_ip_address(), setting.token.encode()
-        self._hub = LearnerHub(*address) if spec.learner.replicas > 1 else None
+        self._hub = LearnerHub(ray.util.get_node_ip_address()) if spec.learner.replicas > 1 else None
         version = get_stored_version(store)
         self._learner = Learner.of_run(spec, setting.site, source, self._publisher, version, self._hub, has_learnt)
         self._learner.thread.start()
@@ -140,7 +147,7 @@ class LearnerWorker:
     def stats(self) -> dict[str, Any]:
         return self._learner.stats()
 
-    def hub_address(self) -> tuple[str, int]:
+    def hub_address(self) -> ChannelAddress:
         """Where the other learners of the run join."""
         assert self._hub is not None
         return self._hub.address
@@ -195,8 +202,8 @@ class LearnerReplicaWorker:
         learner = ray.get_actor(_learner_name(self._setting.run_id), NAMESPACE)
         address = call_until_answered(learner.hub_address, patience_s=START_TIMEOUT_S)
         try:
-            return HubLink(address, self._setting.token.encode())
-        except Closed:
+            return HubLink(address)
+        except ConnectionLost:
             time.sleep(RETRY_S)  # the learner is on its way back, or the run ends
             raise
 

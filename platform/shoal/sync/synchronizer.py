@@ -24,7 +24,7 @@ from shoal.plugins.find import load_reference
 from shoal.sync.config import SyncConfig
 
 if TYPE_CHECKING:
-    from shoal.sync.rpc import CurveKeys
+    from shoal.channel.rpc import CurveKeys
 
 INTERVAL_S = 0.5  # between two exchanges of signals
 MAX_INTERVAL = 1_000  # steps

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from shoal.channel.rpc import RpcClient
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.libs.asynchronous.clock import Clock
 from shoal.libs.asynchronous.controller import ControllerSetting
@@ -21,7 +22,6 @@ from shoal.libs.asynchronous.elastic_controller import ElasticController
 from shoal.libs.asynchronous.elastic_worker import ElasticSync
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
 from shoal.libs.asynchronous.shared_memory import RunAddress
-from shoal.sync.rpc import RpcClient
 from shoal.sync.synchronizer import Connection, StateAccess
 
 TIMEOUT_S = 120.0
@@ -69,8 +69,8 @@ class Member:
             self._open_memory, self.sync._open_memory = self.sync._open_memory, self._find_no_memory  # type: ignore[method-assign]
 
     def _find_no_memory(self, address: RunAddress) -> None:
-        gradients = address.gradients._replace(boot="another host's")
-        self._open_memory(address._replace(gradients=gradients))
+        memory = address.gradients.memory._replace(boot="another host's")
+        self._open_memory(address._replace(gradients=address.gradients._replace(memory=memory)))
         assert self.sync._memory is None
 
     def _get_weights(self) -> tuple[float, float]:

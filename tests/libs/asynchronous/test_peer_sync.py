@@ -14,13 +14,13 @@ import zmq
 from torch import nn
 from torch.optim import SGD
 
+from shoal.channel.rpc import RpcClient
 from shoal.errors import WorkerDeparted
 from shoal.libs.asynchronous.controller import ControllerSetting, make_controller
 from shoal.libs.asynchronous.messages import LeaveRun
 from shoal.libs.asynchronous.peers import PeerController, PeerSync
 from shoal.parallel import World
 from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import RpcClient
 from shoal.sync.synchronizer import Connection, RankSignals, Replica, StateAccess, make_synchronizer
 
 TIMEOUT_S = 30.0

@@ -20,9 +20,9 @@ import msgspec
 import pytest
 import zmq
 
+from shoal.channel import rpc
+from shoal.channel.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 from shoal.errors import ConnectionLost, TrainError
-from shoal.sync import rpc
-from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 
 HERE, THERE = "198.18.9.1", "198.18.9.2"  # of RFC 2544, for tests of networks
 TIMEOUT_S = 60.0

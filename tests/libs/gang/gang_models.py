@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from programs import ENVIRONMENT, start_server
 from registered import tensors
+from shoal.channel.connection import ChannelAddress
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.member import GangMember
-from shoal.libs.gang.messages import Address
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
@@ -134,8 +134,8 @@ class ThreadLauncher:
     def __init__(self) -> None:
         self.members: list[GangMember] = []
 
-    def start(self, count: int, secret: bytes) -> list[Address]:
-        self.members = [GangMember("127.0.0.1", secret) for _ in range(count)]
+    def start(self, count: int) -> list[ChannelAddress]:
+        self.members = [GangMember("127.0.0.1") for _ in range(count)]
         for member in self.members:
             threading.Thread(target=member.serve, daemon=True).start()
         return [member.address for member in self.members]
@@ -151,12 +151,12 @@ class ProcessLauncher:
     def __init__(self) -> None:
         self.processes: list[Any] = []
 
-    def start(self, count: int, secret: bytes) -> list[Address]:
+    def start(self, count: int) -> list[ChannelAddress]:
         context, addresses = multiprocessing.get_context("forkserver"), []
         start_server()
         for _ in range(count):
             ours, theirs = context.Pipe(duplex=False)
-            self.processes.append(context.Process(target=_serve, args=(theirs, secret, dict(os.environ)), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True))
             self.processes[-1].start()
             theirs.close()
             addresses.append(ours.recv())
@@ -169,8 +169,8 @@ class ProcessLauncher:
         self.processes.clear()
 
 
-def _serve(pipe: Any, secret: bytes, environment: dict[str, str]) -> None:
+def _serve(pipe: Any, environment: dict[str, str]) -> None:
     os.environ.update(environment | ENVIRONMENT)
-    member = GangMember("127.0.0.1", secret, lambda: os._exit(0))
+    member = GangMember("127.0.0.1", lambda: os._exit(0))
     pipe.send(member.address)
     member.serve()

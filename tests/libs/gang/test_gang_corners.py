@@ -15,8 +15,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from registered import tensors
+from shoal.channel import connection
+from shoal.channel.connection import ChannelAddress
 from shoal.errors import ClusterError, InferenceError, ModelError, PlanError, WeightsError
-from shoal.libs.gang import messages
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.team import GangLost, Team
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
@@ -222,29 +223,13 @@ def test_no_error_of_a_model_ends_its_workers() -> None:
         assert gang._team is team
 
 
-def test_a_stranger_does_not_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PROOF_S", 1)
-    strangers: list[socket.socket] = []
-
-    class Strange(ThreadLauncher):
-        def start(self, count: int, secret: bytes) -> list[messages.Address]:
-            addresses = super().start(count, secret)
-            strangers.extend(socket.create_connection(address) for address in addresses)
-            return addresses
-
-    with started(Strange()) as gang:
-        assert gang._team is not None
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_worker_that_says_nothing_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "START_S", 1)
+    monkeypatch.setattr(connection, "PROOF_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         class Silent(ThreadLauncher):
-            def start(self, count: int, secret: bytes) -> list[messages.Address]:
-                return [silent.getsockname()] * count
+            def start(self, count: int) -> list[ChannelAddress]:
+                return [ChannelAddress(*silent.getsockname(), b"")] * count
 
         with pytest.raises(ClusterError, match="cannot be reached"):
             Gang(Silent(), 2, "pipeline").start()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from shoal.channel.memory import MemoryAddress, map_memory
 from shoal.errors import WeightsError
 from shoal.weights import WeightSnapshot, decode_tensors, encode_tensors
-from shoal.weights.shared_memory import KEPT, LEAST_BYTES, PayloadAddress, SharedPayloads, map_payload, view_tensors
+from shoal.weights.shared_memory import KEPT, LEAST_BYTES, SharedPayloads, view_tensors
 from shoal.weights.store import DTYPES
 
 TENSORS = {
@@ -33,7 +34,7 @@ def payloads() -> SharedPayloads:
     return SharedPayloads()
 
 
-def put(payloads: SharedPayloads, version: int) -> PayloadAddress:
+def put(payloads: SharedPayloads, version: int) -> MemoryAddress:
     address = payloads.put(make(version))
     assert address is not None
     return address
@@ -42,7 +43,7 @@ def put(payloads: SharedPayloads, version: int) -> PayloadAddress:
 def test_the_mapped_arrays_are_those_that_were_put(payloads: SharedPayloads) -> None:
     address = put(payloads, 3)
     assert payloads.put(make(3)) == address  # one copy, however many actors ask
-    mapped = map_payload(address)
+    mapped = map_memory(address)
     assert mapped is not None
     found = view_tensors(mapped)
     payloads.close()
@@ -51,7 +52,7 @@ def test_the_mapped_arrays_are_those_that_were_put(payloads: SharedPayloads) -> 
         np.testing.assert_array_equal(found[name], each, strict=True)
     with pytest.raises(ValueError, match="read-only"):
         found["large"][0, 0] = 1
-    assert map_payload(address) is None  # nothing can be opened any more, and what is mapped stays
+    assert map_memory(address) is None  # nothing can be opened any more, and what is mapped stays
     assert found["version"].tolist() == [3, 3, 3]
 
 
@@ -59,10 +60,11 @@ def test_another_process_maps_it_and_cannot_change_it(payloads: SharedPayloads) 
     address = put(payloads, 5)
     program = f"""
 import os
-from shoal.weights.shared_memory import PayloadAddress, map_payload, view_tensors
+from shoal.channel.memory import MemoryAddress, map_memory
+from shoal.weights.shared_memory import view_tensors
 from shoal.weights.store import DTYPES
-address = PayloadAddress(*{tuple(address)})
-print(view_tensors(map_payload(address))["version"].tolist())
+address = MemoryAddress(*{tuple(address)})
+print(view_tensors(map_memory(address))["version"].tolist())
 try:
     os.pwrite(os.open(f"/proc/{{address.pid}}/fd/{{address.fd}}", os.O_RDWR), b"x", 0)
 except PermissionError as error:
@@ -75,15 +77,15 @@ except PermissionError as error:
 
 def test_the_newest_versions_can_be_opened_and_what_else_has_the_number_is_not_taken(payloads: SharedPayloads) -> None:
     first = put(payloads, 1)
-    assert map_payload(first) is not None
+    assert map_memory(first) is not None
     newest = [put(payloads, version) for version in range(2, 2 + KEPT)]
-    assert map_payload(first) is None
-    assert all(map_payload(each) is not None for each in newest)
-    assert map_payload(newest[0]._replace(inode=newest[0].inode + 1)) is None
-    assert map_payload(newest[0]._replace(size=newest[0].size - 1)) is None
-    assert map_payload(newest[0]._replace(pid=2**22)) is None
+    assert map_memory(first) is None
+    assert all(map_memory(each) is not None for each in newest)
+    assert map_memory(newest[0]._replace(inode=newest[0].inode + 1)) is None
+    assert map_memory(newest[0]._replace(size=newest[0].size - 1)) is None
+    assert map_memory(newest[0]._replace(pid=2**22)) is None
     reading, writing = os.pipe()
-    assert map_payload(newest[0]._replace(fd=reading)) is None  # at once
+    assert map_memory(newest[0]._replace(fd=reading)) is None  # at once
     os.close(reading), os.close(writing)
     payloads.close()
     payloads.close()

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.batch_tree import balance_by_size
 from shoal.errors import DataError
 from shoal.random_state import preserve_rng, seed_all
 
@@ -38,21 +38,6 @@ class RankShare(NamedTuple):
         each, rest = divmod(count, self.size)
         start = self.rank * each + min(self.rank, rest)
         return slice(start, start + each + (self.rank < rest))
-
-
-def balance_by_size(sizes: Indices, num_ranks: int) -> list[Indices]:
-    """The samples of each rank, ascending, so that the ranks' sums of sizes are about equal, and none is without one.
-
-    sizes: [B], B >= num_ranks. Greedy, largest first (Graham 1969): the largest sum is at most 4/3 of the best one.
-    """
-    ranks = np.empty(len(sizes), np.int64)
-    loads = [(0, 0, rank) for rank in range(num_ranks)]  # (has a sample, the sum so far, rank)
-    heapify(loads)
-    for sample in np.argsort(-sizes, kind="stable").tolist():
-        _, load, rank = loads[0]
-        ranks[sample] = rank
-        heapreplace(loads, (1, load + int(sizes[sample]), rank))
-    return [np.flatnonzero(ranks == rank) for rank in range(num_ranks)]
 
 
 class MapRequest(NamedTuple):
@@ -125,7 +110,7 @@ class MapOrder(NamedTuple):
         everyone = self._get_batch(epoch, position)
         count = len(everyone)
         if self.sizes is not None and count >= self.share.size > 1:
-            mine = everyone[balance_by_size(self.sizes[everyone], self.share.size)[self.share.rank]]
+            mine = everyone[balance_by_size(self.sizes[everyone], self.share.size) == self.share.rank]
             return MapRequest(epoch, position, count, len(mine), mine)
         part = self.share.get_slice(count)
         num_samples = part.stop - part.start

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from shoal.data.loader_spec import LoaderSpec
 from shoal.data.readers.map_reader import EpochEnd, ReadBatch, Reader, format_samples
 from shoal.data.sampling.sampler import Request
-from shoal.data.workers.shm_transfer import pack, receive, send, send_packed
+from shoal.data.workers.shm_transfer import receive, send, send_file, write_file
 from shoal.data.workers.worker_main import ModuleOrigin, WorkerFailure
 from shoal.errors import Closed, ConfigError, DataError
 
@@ -58,7 +58,7 @@ class WorkerPool:
     def __init__(self, reader: Reader, spec: LoaderSpec) -> None:
         self._spec = spec
         try:
-            self._descriptor, modules = pack(reader)
+            self._descriptor, modules = write_file(reader)
         except Exception as error:  # a user's object may raise anything
             problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
             remedy = (
@@ -168,7 +168,7 @@ class WorkerPool:
             ours.settimeout(self._spec.timeout_s)
             self._workers.append(_Worker(process, ours))
             send(ours, self._origins)
-            send_packed(ours, self._descriptor)
+            send_file(ours, self._descriptor)
 
     def _stop(self) -> None:
         self._pending.clear()

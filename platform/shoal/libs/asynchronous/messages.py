@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.extend.sync import RankSignals, Request
 from shoal.libs.asynchronous.clock import Push, Update
-from shoal.libs.asynchronous.shared_memory import MemoryAddress
+from shoal.libs.asynchronous.shared_memory import WeightsAddress
 
 # -- the controller's, by workers
 
@@ -154,7 +154,7 @@ class ResumeServer(Request[Resumed | None], frozen=True):
 class ServerAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where its memory is, its incarnation, and the shapes of the model's parameters."""
 
-    memory: MemoryAddress
+    memory: WeightsAddress
     incarnation: int
     parameters: list[list[int]]
 

@@ -10,9 +10,7 @@ between server and worker order the accesses to the memory.
 
 from __future__ import annotations
 
-import mmap
 import os
-import secrets
 from collections.abc import Collection
 from io import BytesIO
 from pathlib import Path
@@ -22,24 +20,17 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.extend.sync import MemoryAddress, create_memory, map_memory
 
 _HEADER_BYTES, _ALIGNMENT = 64, 64
-_NAME, _STATE_NAME = "shoal-weights", "shoal-state"
 MAX_MESSAGE_BYTES = 2**32 - 1  # of msgpack, for what a message carries
 WRITING = -1  # in place of a version
 
 
-class MemoryAddress(NamedTuple):
-    """Where the memory is: a descriptor of a process of a host, and its division.
+class WeightsAddress(NamedTuple):
+    """Where the memory is, and its division."""
 
-    boot: the id of the host's system since it runs
-    mark: a random number in the memory's header, since another container's process may have the same number
-    """
-
-    boot: str
-    process: int
-    descriptor: int
-    mark: int
+    memory: MemoryAddress
     num_elements: int
     num_workers: int
 
@@ -47,49 +38,30 @@ class MemoryAddress(NamedTuple):
 class SharedWeights:
     """One process's mapping. Elements are float32."""
 
-    def __init__(self, address: MemoryAddress, memory: mmap.mmap, *, owns_descriptor: bool = False) -> None:
+    def __init__(self, address: WeightsAddress, *, owns_descriptor: bool = False) -> None:
+        """Raises OSError when the server is gone, or on another host or in another container."""
+        memory = map_memory(address.memory, is_writable=True)
+        if memory is None:
+            raise FileNotFoundError(f"the memory of process {address.memory.pid} is gone, or of another host")
         self.address, self._owns_descriptor = address, owns_descriptor
-        size, n = address.num_elements, address.num_workers
-        stride = _aligned(4 * size)
+        stride = _aligned(4 * address.num_elements)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
 
         def vector(index: int) -> Tensor:
             first = _HEADER_BYTES + index * stride
-            return everything[first : first + 4 * size].view(torch.float32)
+            return everything[first : first + 4 * address.num_elements].view(torch.float32)
 
-        header = everything[:_HEADER_BYTES].view(torch.int64)
-        self._versions, self._mark = header[:2], header[2:3]  # the versions of both buffers
+        self._versions = everything[:16].view(torch.int64)  # of both buffers
         self._buffers = [vector(0), vector(1)]
-        self.gradients = [vector(2 + worker) for worker in range(n)]
+        self.gradients = [vector(2 + worker) for worker in range(address.num_workers)]
 
     @classmethod
     def create(cls, num_elements: int, num_workers: int) -> SharedWeights:
         """The server's: the descriptor stays open, so that workers can open it by this process's number."""
-        descriptor = os.memfd_create(_NAME)
-        mark = secrets.randbits(62)
-        address = MemoryAddress(_get_boot_id(), os.getpid(), descriptor, mark, num_elements, num_workers)
-        os.truncate(descriptor, _size_bytes(address))
-        memory = cls(address, mmap.mmap(descriptor, _size_bytes(address)), owns_descriptor=True)
-        memory._versions.fill_(WRITING)
-        memory._mark.fill_(mark)
-        return memory
-
-    @classmethod
-    def open(cls, address: MemoryAddress) -> SharedWeights:
-        """A worker's. Raises OSError when the server is gone, or on another host or in another container."""
-        path = f"/proc/{address.process}/fd/{address.descriptor}"
-        if address.boot != _get_boot_id() or not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise FileNotFoundError(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_size != _size_bytes(address):
-                raise FileNotFoundError(path)
-            memory = cls(address, mmap.mmap(descriptor, _size_bytes(address)))
-        finally:
-            os.close(descriptor)
-        if int(memory._mark) != address.mark:
-            raise FileNotFoundError(path)
-        return memory
+        memory = create_memory("shoal-weights", _HEADER_BYTES + (2 + num_workers) * _aligned(4 * num_elements))
+        created = cls(WeightsAddress(memory, num_elements, num_workers), owns_descriptor=True)
+        created._versions.fill_(WRITING)
+        return created
 
     def publish(self, weights: Tensor, version: int) -> int:
         """Make `weights` the newest ones; returns their buffer. Called by the server alone."""
@@ -116,29 +88,21 @@ class SharedWeights:
     def close(self) -> None:
         """Release the mapping. Idempotent."""
         self._buffers, self.gradients = [], []
-        self._versions = self._mark = torch.empty(0, dtype=torch.int64)
+        self._versions = torch.empty(0, dtype=torch.int64)
         if self._owns_descriptor:
-            os.close(self.address.descriptor)
+            os.close(self.address.memory.fd)
             self._owns_descriptor = False
-
-
-def _get_boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _size_bytes(address: MemoryAddress) -> int:
-    return _HEADER_BYTES + (2 + address.num_workers) * _aligned(4 * address.num_elements)
-
-
 class RunAddress(NamedTuple):
-    """gradients: as of a server with two workers for each; descriptor: of the state's file, in the same process"""
+    """gradients: as of a server with two workers for each"""
 
-    gradients: MemoryAddress
-    descriptor: int
+    gradients: WeightsAddress
+    state: MemoryAddress
 
 
 class RunMemory:
@@ -157,12 +121,12 @@ class RunMemory:
     @classmethod
     def create(cls, num_elements: int, num_workers: int) -> RunMemory:
         gradients = SharedWeights.create(num_elements, 2 * num_workers)
-        return cls(RunAddress(gradients.address, os.memfd_create(_STATE_NAME)), gradients, owns_state=True)
+        return cls(RunAddress(gradients.address, create_memory("shoal-state", 0)), gradients, owns_state=True)
 
     @classmethod
     def open(cls, address: RunAddress) -> RunMemory:
         """Raises OSError on another host, or in another container."""
-        return cls(address, SharedWeights.open(address.gradients))
+        return cls(address, SharedWeights(address.gradients))
 
     def get_gradient(self, worker: int, version: int) -> Tensor:
         """[elements], float32: the worker's, of the step that follows `version` steps."""
@@ -187,13 +151,13 @@ class RunMemory:
     @property
     def state_file(self) -> Path:
         """What `encode_state` returns, once a state is written."""
-        return Path(f"/proc/{self.address.gradients.process}/fd/{self.address.descriptor}")
+        return self.address.state.path
 
     def close(self) -> None:
         """Idempotent."""
         self._gradients.close()
         if self._owns_state:
-            os.close(self.address.descriptor)
+            os.close(self.address.state.fd)
             self._owns_state = False
 
 

@@ -150,14 +150,12 @@ class Gang:
                 launcher.stop()
                 workers = StartedWorkers.start(launcher, self.num_workers)
                 for version in list(self._loaded.values()):
-                    for connection in workers.connections:
-                        connection.send(BuildModel(version.config.factory))
-                    for connection in workers.connections:
-                        if not connection.poll(REPLACE_S):
-                            raise GangLost("it does not build the model")
-                        connection.recv()
+                    for channel in workers.channels:
+                        channel.send(BuildModel(version.config.factory))
+                    for channel in workers.channels:
+                        channel.receive(REPLACE_S)
                 self._waiting = workers
-            except (ShoalError, OSError, EOFError) as error:
+            except ShoalError as error:
                 logger.warning("no spare workers, so that the replacement of lost ones takes longer: %s", error)
 
         self._preparing = threading.Thread(target=prepare, args=(self._spares,), name="shoal-gang-spares", daemon=True)

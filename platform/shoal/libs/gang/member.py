@@ -14,14 +14,13 @@ replica's messages; one reads these, and one the activations of the stage before
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.errors import InferenceError, ModelError, WeightsError
+from shoal.errors import ConnectionLost, InferenceError, ModelError, WeightsError
 from shoal.extend.parallel import TIMEOUT_S, set_network_interface, set_parameters, split_layers
 from shoal.extend.serve import (
     TemplateConfig,
@@ -44,20 +43,8 @@ from shoal.extend.serve import (
     select_outputs,
     to_array,
 )
-from shoal.libs.gang.messages import (
-    Address,
-    BuildModel,
-    DropVersion,
-    JoinGang,
-    LoadVersion,
-    RunBatch,
-    WorkerAnswer,
-    accept,
-    close,
-    connect,
-    read_tensor,
-    write_tensor,
-)
+from shoal.extend.sync import Channel, ChannelListener, connect
+from shoal.libs.gang.messages import BuildModel, DropVersion, JoinGang, LoadVersion, RunBatch, WorkerAnswer
 from shoal.libs.gang.plan import GangPlan, Stage, build_model, make_absent, to_inputs
 from shoal.weights import WeightFile
 from shoal.weights.tensor_files import VersionTensors
@@ -68,29 +55,27 @@ Shard = Callable[[tuple[Any, ...], Tensor | None], Any]  # of a stage; or of lay
 
 
 class GangMember:
-    """Listens at `address` for the replica that knows `secret`.
+    """Listens at `address` for its replica.
 
     on_lost: called, in a thread, when the replica is gone: a process that computes ends there
     """
 
-    def __init__(self, host: str, secret: bytes, on_lost: Callable[[], None] = lambda: None) -> None:
-        self._listener = Listener((host, 0), backlog=8)
-        self.address: Address = self._listener.address
-        self._host = host
-        self._secret = secret
+    def __init__(self, host: str, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._listener = ChannelListener(host)
+        self.address = self._listener.address
         self._on_lost = on_lost
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._received: queue.Queue[Tensor | Exception | None] = queue.Queue(ACTIVATIONS)
-        self._connections: list[Connection] = []
+        self._channels: list[Channel] = []
         self._versions: dict[int, tuple[TemplateConfig, Shard]] = {}
         self._store: Any = None
 
     def serve(self, torch_threads: int = 1) -> None:
         """Join the other workers, and compute until the replica is gone."""
         torch.set_num_threads(torch_threads)
-        replica = self._accept()
         try:
-            while isinstance(message := replica.recv(), BuildModel):
+            replica = self._accept()
+            while isinstance(message := replica.receive(), BuildModel):
                 try:
                     build_model(message.factory)
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its load reports it
@@ -99,9 +84,9 @@ class GangMember:
             self._join(replica, message)
 
             def read_messages() -> None:
-                with suppress(OSError, EOFError):
+                with suppress(ConnectionLost):
                     while True:
-                        self._messages.put(replica.recv())
+                        self._messages.put(replica.receive())
                 self._messages.put(None)
                 self._on_lost()
 
@@ -113,23 +98,24 @@ class GangMember:
                 answer = self._load(message) if isinstance(message, LoadVersion) else self._run(message)
                 if answer is not None:
                     replica.send(answer)
-        except (OSError, EOFError):
+        except OSError:
             logger.info("a worker ends: its replica or another worker is gone")
         finally:
             self.close()
             self._on_lost()
 
     def close(self) -> None:
-        for connection in self._connections:
-            close(connection)
+        for channel in self._channels:
+            channel.close()
         self._listener.close()
 
-    def _accept(self) -> Connection:
-        connection = accept(self._listener, self._secret)
-        self._connections.append(connection)
-        return connection
+    def _accept(self) -> Channel:
+        if (channel := self._listener.accept()) is None:
+            raise ConnectionLost("the worker is closed")
+        self._channels.append(channel)
+        return channel
 
-    def _join(self, replica: Connection, join: JoinGang) -> None:
+    def _join(self, replica: Channel, join: JoinGang) -> None:
         self._rank = join.rank
         self._next = None
         self._mesh = None
@@ -138,19 +124,19 @@ class GangMember:
             self._mesh = init_device_mesh("cpu", (join.size,))
             return
         if join.next is not None:
-            self._next = connect(join.next, self._secret)
-            self._connections.append(self._next)
+            self._next = connect(join.next)
+            self._channels.append(self._next)
         if join.rank:
             previous = self._accept()
             threading.Thread(target=self._read_activations, args=(previous,), daemon=True).start()
         replica.send(WorkerAnswer())
 
-    def _open_store(self, replica: Connection, join: JoinGang) -> None:
+    def _open_store(self, replica: Channel, join: JoinGang) -> None:
         """Form the process group. The first worker has its store, of which the replica informs the others."""
-        set_network_interface(self._host)
+        set_network_interface(self.address.host)
         limit = timedelta(seconds=TIMEOUT_S)
         if join.store is None:  # of one address alone: a store asks nobody for a secret
-            opened = socket.create_server((self._host, 0))
+            opened = socket.create_server((self.address.host, 0))
             host, port = opened.getsockname()
             descriptor = opened.detach()
             self._store = TCPStore(
@@ -161,10 +147,10 @@ class GangMember:
         replica.send(WorkerAnswer(self._store.port))
         dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
 
-    def _read_activations(self, previous: Connection) -> None:
-        with suppress(OSError, EOFError):
+    def _read_activations(self, previous: Channel) -> None:
+        with suppress(ConnectionLost):
             while True:
-                self._received.put(read_tensor(previous))
+                self._received.put(previous.receive())
         self._received.put(None)
 
     def _load(self, load: LoadVersion) -> WorkerAnswer:
@@ -182,7 +168,7 @@ class GangMember:
         if self._mesh is None and self._rank:
             received = self._received.get()
             if received is None:
-                raise EOFError
+                raise ConnectionLost("the stage before is gone")
         result: Any = received
         if not isinstance(received, Exception):
             try:
@@ -196,7 +182,7 @@ class GangMember:
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its caller has it
                 result = _to_portable(error)
         if self._next is not None:
-            write_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
+            self._next.send(result)
             return None
         if self._mesh is not None and self._rank:
             return None
@@ -207,7 +193,7 @@ def _to_portable(error: BaseException) -> InferenceError:
     """The error, if it is an answer to a request and can be sent; else a ModelError of its text."""
     if isinstance(error, InferenceError):
         with suppress(Exception):  # a user's class may not survive it
-            copy: InferenceError = ForkingPickler.loads(bytes(ForkingPickler.dumps(error)))
+            copy: InferenceError = pickle.loads(pickle.dumps(error))
             return copy
     return ModelError(500, f"{type(error).__name__}: {error}")
 

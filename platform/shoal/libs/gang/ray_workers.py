@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import ClusterError, summarize_error
 from shoal.extend.serve import EndpointSpec
+from shoal.extend.sync import ChannelAddress
 from shoal.libs.gang.gang import Gang
-from shoal.libs.gang.messages import Address
 from shoal.libs.gang.team import GangLost
 
 START_S = 60.0
@@ -25,13 +25,13 @@ START_S = 60.0
 class GangWorker:
     """Ray's object: a GangMember in a thread; its process ends with the replica."""
 
-    def __init__(self, secret: bytes, torch_threads: int) -> None:
+    def __init__(self, torch_threads: int) -> None:
         from shoal.libs.gang.member import GangMember  # here: the replica needs no process groups
 
-        self._member = GangMember(ray.util.get_node_ip_address(), secret, lambda: os._exit(0))
+        self._member = GangMember(ray.util.get_node_ip_address(), lambda: os._exit(0))
         threading.Thread(target=self._member.serve, args=(torch_threads,), name="shoal-gang", daemon=True).start()
 
-    def get_address(self) -> Address:
+    def get_address(self) -> ChannelAddress:
         return self._member.address
 
 
@@ -41,7 +41,7 @@ class RayLauncher:
     def __init__(self, spec: EndpointSpec) -> None:
         self._spec, self._workers = spec, list[Any]()
 
-    def start(self, count: int, secret: bytes) -> list[Address]:
+    def start(self, count: int) -> list[ChannelAddress]:
         group, worker = get_current_placement_group(), ray.remote(GangWorker)
         if group is None:
             raise ClusterError("a replica of several workers has no placement group: deploy it with `shoal serve`")
@@ -50,9 +50,11 @@ class RayLauncher:
             options = worker.options(
                 num_cpus=0, scheduling_strategy=bundle
             )  # the bundle reserves them, spares share it
-            self._workers.append(options.remote(secret, self._spec.torch_threads))
+            self._workers.append(options.remote(self._spec.torch_threads))
         try:
-            addresses: list[Address] = ray.get([each.get_address.remote() for each in self._workers], timeout=START_S)
+            addresses: list[ChannelAddress] = ray.get(
+                [each.get_address.remote() for each in self._workers], timeout=START_S
+            )
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise GangLost(f"it did not start: {summarize_error(error)}") from error
         return addresses

@@ -8,27 +8,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from secrets import token_bytes
 from typing import Any, NamedTuple, Protocol
 
-from shoal.errors import InferenceError
+from shoal.errors import ConnectionLost, InferenceError
 from shoal.extend.serve import GangSplit
-from shoal.libs.gang.messages import Address, JoinGang, LoadVersion, WorkerAnswer, close, connect
+from shoal.extend.sync import Channel, ChannelAddress, Packer, connect
+from shoal.libs.gang.messages import JoinGang, LoadVersion, WorkerAnswer
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
-SECRET_BYTES = 32
 
 
 class Launcher(Protocol):
     """Starts and ends the workers' processes."""
 
-    def start(self, count: int, secret: bytes) -> list[Address]:
+    def start(self, count: int) -> list[ChannelAddress]:
         """Start so many, and return where each listens. Raises ClusterError."""
         ...
 
@@ -48,17 +44,16 @@ class GangLost(InferenceError):
 class StartedWorkers(NamedTuple):
     """Workers that a launcher has started, with a connection to each."""
 
-    addresses: Sequence[Address]
-    connections: Sequence[Connection]
+    addresses: Sequence[ChannelAddress]
+    channels: Sequence[Channel]
 
     @classmethod
     def start(cls, launcher: Launcher, count: int) -> StartedWorkers:
         """Start workers, and connect to them. Raises ClusterError, GangLost."""
-        secret = token_bytes(SECRET_BYTES)
-        addresses = launcher.start(count, secret)
+        addresses = launcher.start(count)
         try:
-            return cls(addresses, [connect(address, secret) for address in addresses])
-        except (OSError, EOFError, AuthenticationError) as error:
+            return cls(addresses, [connect(address) for address in addresses])
+        except ConnectionLost as error:
             raise GangLost(f"it cannot be reached: {error}") from error
 
 
@@ -69,12 +64,12 @@ class Team:
     """
 
     def __init__(self, workers: StartedWorkers, on_lost: Callable[[Team], None]) -> None:
-        self._addresses, self._connections = workers
+        self._addresses, self._channels = workers
         self._on_lost = on_lost
         self._sending, self._failing = threading.Lock(), threading.Lock()
-        self._pending: list[deque[Future[Any]]] = [deque() for _ in self._connections]
+        self._pending: list[deque[Future[Any]]] = [deque() for _ in self._channels]
         self.loss: GangLost | None = None
-        self._ranks = range(len(self._connections))
+        self._ranks = range(len(self._channels))
         for rank in self._ranks:
             threading.Thread(target=self._read, args=(rank,), name=f"shoal-gang-{rank}", daemon=True).start()
 
@@ -83,11 +78,12 @@ class Team:
         size = len(self._addresses)
         if split == "pipeline":
             following = [*self._addresses[1:], None]
-            answers = self._send([JoinGang(rank, size, False, following[rank]) for rank in self._ranks])
+            joins = [JoinGang(rank, size, False, following[rank]) for rank in self._ranks]
         else:
-            (port,) = [answer.result() for answer in self._send([JoinGang(0, size, True)])]
-            store = self._addresses[0][0], port
-            answers = self._send([JoinGang(rank, size, True, store=store) for rank in self._ranks[1:]])
+            (port,) = self._send(JoinGang(0, size, True), [0], [0])
+            store = self._addresses[0].host, port.result()
+            joins = [JoinGang(rank, size, True, store=store) for rank in self._ranks[1:]]
+        answers = [self._send(join, [join.rank], [join.rank])[0] for join in joins]
         for answer in answers:
             answer.result()
 
@@ -99,15 +95,11 @@ class Team:
 
     def broadcast(self, message: Any, answering: Sequence[int] | None = None) -> list[Future[Any]]:
         """Send a message to all workers; all of them answer, or these. Raises GangLost."""
-        pickled = ForkingPickler.dumps(message)
-        return self._send_pickled(dict.fromkeys(self._ranks, pickled), self._ranks if answering is None else answering)
+        return self._send(message, self._ranks, self._ranks if answering is None else answering)
 
-    def _send(self, joins: Sequence[JoinGang]) -> list[Future[Any]]:
-        pickled = {join.rank: ForkingPickler.dumps(join) for join in joins}
-        return self._send_pickled(pickled, tuple(pickled))
-
-    def _send_pickled(self, messages: Mapping[int, Any], answering: Sequence[int]) -> list[Future[Any]]:
-        """Send messages by rank: every worker gets them in one order."""
+    def _send(self, message: Any, ranks: Sequence[int], answering: Sequence[int]) -> list[Future[Any]]:
+        """Send a message to these workers: each gets its messages in one order."""
+        packed = Packer().pack(message)
         answers: list[Future[Any]] = []
         with self._sending:
             if self.loss is not None:
@@ -115,12 +107,12 @@ class Team:
             for rank in answering:
                 answers.append(Future())
                 self._pending[rank].append(answers[-1])
-            for rank, message in messages.items():
+            for rank in ranks:
                 try:
-                    self._connections[rank].send_bytes(message)
-                except OSError as error:  # the thread that reads from it fails all that is pending
+                    self._channels[rank].send_packed(packed)
+                except ConnectionLost as error:  # the thread that reads from it fails all that is pending
                     logger.warning("worker %d takes no message: %s", rank, error)
-                    close(self._connections[rank])
+                    self._channels[rank].close()
         return answers
 
     def fail(self, reason: str) -> None:
@@ -129,8 +121,8 @@ class Team:
             if self.loss is not None:
                 return
             self.loss = GangLost(reason)
-        for connection in self._connections:
-            close(connection)  # which ends a send that waits for a worker
+        for channel in self._channels:
+            channel.close()  # which ends a send that waits for a worker
         with self._sending:
             for pending in self._pending:
                 while pending:
@@ -141,13 +133,13 @@ class Team:
         reason = "its connection has ended"
         try:
             while True:
-                answer: WorkerAnswer = self._connections[rank].recv()
+                answer: WorkerAnswer = self._channels[rank].receive()
                 waiting = self._pending[rank].popleft()
                 if answer.error is not None:
                     waiting.set_exception(answer.error)
                 else:
                     waiting.set_result(answer.value)
-        except (OSError, EOFError, IndexError) as error:  # of the deque: what waited for the answer has failed
-            reason = str(error) or reason
+        except (ConnectionLost, IndexError) as error:  # of the deque: what waited for the answer has failed
+            reason = str(error)
         finally:  # also after an answer that cannot be read
             self.fail(f"worker {rank}: {reason}")

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from shoal.channel.memory import get_boot_id
 from shoal.parallel.comm.world import TIMEOUT_S
 
 T = TypeVar("T")
@@ -84,8 +85,7 @@ def set_socket_timeouts(peers: Peers) -> None:
 
 def identify_host() -> str:
     """An id that is equal for two processes that can reach each other's sockets and memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return f"{get_boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _all_gather(value: T, group: dist.ProcessGroup) -> list[T]:

@@ -307,7 +307,7 @@ class Gateway:
             self._handshake.queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 address = self._shared_payloads.put(snapshot) if session.shares_memory else None
-                weights = WeightsMessage(snapshot.version, snapshot.sha256, *(address or ()))
+                weights = WeightsMessage(snapshot.version, snapshot.sha256, *(address or ())[:4])
                 self._send_queue.add(route, weights, () if address else (snapshot.payload,))
                 session.pull_newer_than = None
             newest, pool = session.pull_opponent_newer_than, self.opponents

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop, SparseAdam
 
+from shoal.batch_tree import balance_by_size
 from shoal.errors import ConfigError
 from shoal.extend.train import list_parameters
 
@@ -122,17 +123,11 @@ def divide_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
 
 
 def _divide_parameters(sizes: Sequence[int], num_servers: int) -> Partition:
-    loads = [(0, server) for server in range(num_servers)]
-    heapify(loads)
-    owned: list[list[int]] = [[] for _ in range(num_servers)]
-    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        load, server = loads[0]
-        owned[server].append(index)
-        heapreplace(loads, (load + sizes[index], server))
+    owners = balance_by_size(np.array(sizes), num_servers)
     pieces = []
-    for indices in owned:
+    for server in range(num_servers):
         offset, own = 0, []
-        for index in sorted(indices):
+        for index in np.flatnonzero(owners == server).tolist():
             own.append(ParameterSlice(index, 0, sizes[index], offset))
             offset += sizes[index]
         pieces.append(tuple(own))

@@ -87,7 +87,7 @@ class ServerLink:
         self.incarnation = server.incarnation
         if self._spec.transport != "frames":
             try:
-                self.memory = SharedWeights.open(server.memory)
+                self.memory = SharedWeights(server.memory)
             except OSError as error:
                 if self._spec.transport == "shared_memory":
                     problem = f"worker {self._worker} cannot open the memory of server {self._server} ({error})"
