@@ -38,6 +38,7 @@ PROOF_S = 10.0  # for a connection, and for the proof of the secret
 LOST_S = 4  # after which a host that acknowledges nothing is lost
 MAX_STRANGERS = 64  # connections that have not proved the secret
 _ACCEPT_PAUSE_S = 0.5
+_JOINED_BYTES = 2**16
 
 
 class ChannelAddress(NamedTuple):
@@ -83,7 +84,8 @@ class Channel:
 
     def send_packed(self, chunks: Sequence[bytes | memoryview]) -> None:
         """Send what a `Packer` has packed. Raises ConnectionLost."""
-        *others, last = chunks
+        is_small = sum(map(len, chunks)) < _JOINED_BYTES  # then each system call may cost this thread its turn
+        *others, last = [b"".join(chunks)] if is_small else chunks
         try:
             for chunk in others:
                 self._socket.sendall(chunk, socket.MSG_MORE)  # so that the reader is woken up once
