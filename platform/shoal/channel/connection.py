@@ -57,6 +57,7 @@ class Channel:
 
     def __init__(self, opened: socket.socket, lost_s: int) -> None:
         self._socket = opened
+        self._limit_s = 0.0
         weakref.finalize(self, opened.close)  # not before: another thread may be about to read from it
         self.pid = 0
         opened.settimeout(None)
@@ -128,6 +129,9 @@ class Channel:
 
     def _limit_silence(self, timeout_s: float) -> None:
         """Make reading raise when nothing comes for so long; 0: never."""
+        if timeout_s == self._limit_s:
+            return
+        self._limit_s = timeout_s
         seconds = int(timeout_s)
         limit = struct.pack("ll", seconds, int(1e6 * (timeout_s - seconds)))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
