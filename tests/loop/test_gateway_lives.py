@@ -273,7 +273,13 @@ def test_while_the_store_is_down_actors_keep_their_session_and_wait(tmp_path: Pa
         store.is_down = False
         assert actor.drain(60)
         wait_for(lambda: parts.gateway.stats()["segments"]["received"] == sum(actor.acknowledged.values()))
-        kinds = [kind for _, kind, _ in parts.gateway.take_events() if kind.startswith("ledger")]
+        kinds: list[str] = []
+
+        def is_told() -> bool:
+            kinds.extend(kind for _, kind, _ in parts.gateway.take_events() if kind.startswith("ledger"))
+            return "ledger_writable" in kinds
+
+        wait_for(is_told)
         assert kinds == ["ledger_unwritable", "ledger_writable"]
 
 

@@ -107,5 +107,7 @@ def test_an_answer_waits_for_the_learner_and_a_second_request_meanwhile_is_refus
 
 def test_a_run_learns_from_users_only_where_it_says_so() -> None:
     assert refuse(Parts(), observation=observe(1)) == 404
+    parts = Parts(setting={"is_synchronous": True, "learns_from_users": True})
     with pytest.raises(ConfigError, match="does not pause"):
-        Parts(setting={"is_synchronous": True, "learns_from_users": True}).gateway.start()
+        parts.gateway.start()
+    assert parts.gateway.port == 0  # it listens nowhere

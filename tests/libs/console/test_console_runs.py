@@ -207,8 +207,7 @@ def test_what_a_library_draws_is_drawn_again_after_a_new_event(
         shown = client.get("/api/runs/one/panels").json()["panels"]
         return next(each for each in shown if each["title"].startswith("members"))
 
-    monkeypatch.setattr(run_data, "collect_extensions", lambda _: {runs.RunKind.TRAINING: "somewhere"})
-    monkeypatch.setattr(run_data, "load_reference", lambda _: RunPanels(panels=draw))
+    monkeypatch.setattr(run_data, "find_optional", lambda kind, _: RunPanels(panels=draw))
     assert read()["rows"] == [["<b>1</b>"], [["2", "best"]]]
     assert read()["title"] == "members 0"
     recorder.record_event("round")

@@ -11,7 +11,6 @@ import click
 
 from shoal.client.tls import CA_VARIABLE
 from shoal.errors import ConfigError
-from shoal.runs.formatting import parse_duration
 
 
 class FiniteRange(click.FloatRange):
@@ -26,6 +25,8 @@ class FiniteRange(click.FloatRange):
 
 def parse_age(text: str) -> float:
     """`30d`, `12h`, `45min` or `10s`, in seconds."""
+    from shoal.runs.formatting import parse_duration  # here: most verbs need no runs
+
     seconds = parse_duration(text)
     if seconds is None:
         raise ConfigError("older-than", text, "is no age", "give a number and its unit, as in 30d, 12h, 45min or 10s")

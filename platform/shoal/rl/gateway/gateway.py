@@ -118,11 +118,11 @@ class Gateway:
             self._state.weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
         if self._state.weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
+        if self.setting.learns_from_users:
+            self._users = UserEpisodes(self._state, self._inference)
         release_ports()
         self._connections = Connections(self.setting, self.queue.ledger)
         self.port, self.listener = self._connections.port, self._connections.listener
-        if self.setting.learns_from_users:
-            self._users = UserEpisodes(self._state, self._inference)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
