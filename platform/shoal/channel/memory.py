@@ -50,7 +50,7 @@ def create_memory(name: str, size: int) -> MemoryAddress:
 
 
 def share_content(name: str, content: bytes) -> MemoryAddress:
-    """Memory with a content that nobody can change. Raises OSError."""
+    """Sealed memory: its content never changes. Raises OSError."""
     import fcntl  # which Windows has not
 
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

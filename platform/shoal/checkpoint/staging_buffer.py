@@ -93,8 +93,8 @@ class DirectStaging(StagingBuffer):
         self._sources: list[torch.Tensor] = []
 
     def start_copy(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
-        found = [tensors[chunk.name] for chunk in self.layout.chunks]
-        self._sources = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+        stored = [tensors[chunk.name] for chunk in self.layout.chunks]
+        self._sources = [each.to_local() if isinstance(each, DTensor) else each for each in stored]
 
     def finish_copy(self) -> None:
         """Nothing is left to copy."""

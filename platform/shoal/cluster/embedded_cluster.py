@@ -175,8 +175,8 @@ def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: boo
 
 def _find_worker_start(folder: Path) -> WorkerStart:
     make = find_optional("fork", "shoal.worker_starts")
-    found: WorkerStart = make(folder) if make else WorkerStart()
-    return found
+    start: WorkerStart = make(folder) if make else WorkerStart()
+    return start
 
 
 def _require_plain_paths(starts: WorkerStart) -> None:

@@ -3,8 +3,8 @@ starts beside itself, with their output in a file.
 
 Every process of a cluster has `SHOAL_CLUSTER_ID=<id>` in its environment, also after a double fork. Called by the
 embedded cluster, by the head process when its parent has died, and by `shoal down`; programs are actors, followers of
-runs, simulated sensors and brokers. Signals a process only with proof
-that it belongs to the cluster (see `find_cluster_processes`), and never the calling process.
+runs, simulated sensors and brokers. Signals a process only with proof that it belongs to the cluster (see
+`find_cluster_processes`), and never the calling process.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
     runs: dict[str, dict[int, AblationRun]] = {}
     for each in measured:
         runs.setdefault(each.variant, {})[each.seed] = each
-    whole = runs[BASELINE]
+    baseline = runs[BASELINE]
     summaries = []
     for name, by_seed in runs.items():
         values: dict[str, list[float]] = {}
@@ -195,7 +195,7 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
         for seed, run in by_seed.items():
             for quantity, value in run.values.items():
                 values.setdefault(quantity, []).append(value)
-                against = whole[seed].values.get(quantity)
+                against = baseline[seed].values.get(quantity)
                 if name != BASELINE and against is not None:
                     differences.setdefault(quantity, []).append(value - against)
         failures = tuple(run.failure for run in by_seed.values() if run.failure)

@@ -2,10 +2,9 @@
 
     FOLDER/batches-000000000001.log    records of batches 1, 2, ...; the next file begins at the next commit
 
-A record is its length, its CRC-32 and (number, messages) in MessagePack. Only the last one of a file may be torn: who
-goes on begins another file, or the same where it has no other record. After a power cut, also an earlier file may lack
-its end. Called by `StreamLoop` and by whoever replays
-a run. Knows nothing of learning.
+A record is its length, its CRC-32 and (number, messages) in MessagePack. Only the last one of a file may be torn: a
+resumed stream begins another file, or the same where it has no other record. After a power cut, also an earlier file
+may lack its end. Called by `StreamLoop` and by the replay of a run. Knows nothing of learning.
 """
 
 from __future__ import annotations

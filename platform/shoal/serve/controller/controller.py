@@ -323,8 +323,8 @@ class EndpointController:
         model = self.state.models[name]
         rollout = model.rollout
         if rollout.phase is Phase.CANARY:
-            left = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
-            self.record_event("rollback", name, rollout.stable, left, by, reason)
+            dropped = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
+            self.record_event("rollback", name, rollout.stable, dropped, by, reason)
         else:
             model.revert_deployment()
             self.record_event("abandon", name, rollout.candidate, rollout.stable, by, reason)
