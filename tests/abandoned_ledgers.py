@@ -3,8 +3,6 @@
 Python 3.13 warns of a connection to SQLite that is collected before it was closed; these are closed by being collected.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Clients of a broker, which publish what a test needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

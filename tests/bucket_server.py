@@ -3,8 +3,6 @@
 python bucket_server.py ADDRESS     says the environment of its users, as JSON, and serves until its input ends
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

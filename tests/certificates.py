@@ -1,7 +1,5 @@
 """Certificates for tests: an authority, and what it signs."""
 
-from __future__ import annotations
-
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny game of several agents, with PettingZoo's parallel API by its methods and without the library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

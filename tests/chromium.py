@@ -1,7 +1,5 @@
 """A headless Chromium for tests, without a driver: its DevTools over a pipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A TCP proxy on loopback that ends all connections once so many bytes have been sent through it."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

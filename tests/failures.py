@@ -1,7 +1,5 @@
 """A store that is down, and a disk that is full, for a while."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

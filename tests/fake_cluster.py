@@ -1,7 +1,5 @@
 """A cluster of which only the counts matter: its entries of runs, autoscaler and placement groups are fakes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

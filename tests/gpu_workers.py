@@ -5,8 +5,6 @@
 Each line is JSON: the kind, the number of GPUs that it reserves, its CUDA_VISIBLE_DEVICES, its process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Ray's fake provider starts a raylet for each node; the autoscaler itself is the 
 Every process inherits the cluster's mark, so the cluster ends the autoscaler and its nodes with itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Requests that the console must refuse or not obey, as another site, another user or a program sends them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 TOKEN = "the-token-of-this-home"

@@ -7,8 +7,6 @@ and processes; the network and pip's settings are this machine's. At the end a h
 a rendered manifest, as the image's user, and trains a recipe.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Ten small models of transformers, of as many families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

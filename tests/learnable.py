@@ -1,7 +1,5 @@
 """The least that a plan asks of a Task, and a small model to plan for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What a cluster must not leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path

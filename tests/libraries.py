@@ -1,7 +1,5 @@
 """Which tests are a library's: whoever deletes its folder has the others left, and they pass."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The flow of a loop's run without a cluster: its policies' workers say what a test says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

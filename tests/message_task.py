@@ -1,7 +1,5 @@
 """LeNet on pictures that arrive as MQTT messages: `TOPIC/CLASS`, 28 x 28 bytes each."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

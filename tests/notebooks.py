@@ -5,8 +5,6 @@
 A cell of `%%bash` is a process, and one in the background ends with the notebook.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import subprocess

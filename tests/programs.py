@@ -3,8 +3,6 @@
 The processes are forked from a server that has imported torch once, so that a group starts in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.forkserver

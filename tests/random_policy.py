@@ -1,7 +1,5 @@
 """A registered policy that nobody has taught."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shoal.flows.actor_learner_spec import ActorLearnerSpec

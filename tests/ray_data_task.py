@@ -1,7 +1,5 @@
 """A Task whose samples come from Ray Data, and which notes those that it sees."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small game of memory; `python recall_game.py ADDRESS TOKEN ACTOR_ID SEED` is an actor that plays two at once."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of tests, and their versions in the registry of the test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small setting for tests of the reinforcement-learning room: a spec, segments that fit it, and weights."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """HAProxy's configuration, from the template in Ray Serve's files, without importing Ray."""
 
-from __future__ import annotations
-
 import runpy
 from importlib.metadata import distribution
 from pathlib import Path

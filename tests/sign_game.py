@@ -1,7 +1,5 @@
 """A small game of one decision a step; `python sign_game.py ADDRESS TOKEN ACTOR_ID SEED` is an actor that plays it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every source of a stream does, whatever is behind it: files, a broker, a database."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from shoal.libs.stream.messages import Message

@@ -10,8 +10,6 @@ A stage that fails does not hide the next; the exit status is that of the first 
 conftest.py: it leaves in $SUITE_DURATIONS how long each test took.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import json

@@ -5,8 +5,6 @@
 A fault happens once: it leaves a mark in `notes`, so that a resumed run goes past it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

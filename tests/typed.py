@@ -3,8 +3,6 @@
 Words that are given behind the line are taken as they are.
 """
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

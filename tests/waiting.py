@@ -1,7 +1,5 @@
 """Waiting for a state, with a deadline: the only sleep of the tests; and threads, whose state is waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Segments and messages for the tests of the wire: valid ones, and noise made of them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

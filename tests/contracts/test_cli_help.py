@@ -1,7 +1,5 @@
 """Every verb has --help with an example, and a complaint names the field and the remedy, in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """cluster.yaml: what Ray's launcher takes, and in agreement with the package that it installs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

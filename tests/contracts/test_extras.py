@@ -1,7 +1,5 @@
 """What the extras bring is locked and is enough; who lacks one is told in one line which."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

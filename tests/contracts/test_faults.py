@@ -9,8 +9,6 @@
 `make soak` brings each back in a copy of the tree. See docs/architecture/tests.md.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The rules of the house, by walking the imports: who may import ray and torch, and that imports point down."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """docs/inference-protocol.md and the endpoint say the same: its examples run, its tables are complete."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

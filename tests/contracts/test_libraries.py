@@ -1,7 +1,5 @@
 """A library can be deleted, and imports of the core what `library_api.txt` lists."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

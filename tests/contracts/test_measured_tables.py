@@ -1,7 +1,5 @@
 """The tables of README.md and docs/measured.md are what benchmarks/results says, and each line is read by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The endpoint's OpenAPI document, a committed file: valid, of every path there is, and true of what is served."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ ends. Or it is a program's of others, `OF_OTHERS`. Or its block is below `<!-- n
 here: pages with commands that run have tests beside the code (test_training_docs, test_serving_docs).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Pages name files that exist, and what CONTRIBUTING says of sizes holds."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

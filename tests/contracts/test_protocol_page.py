@@ -1,8 +1,6 @@
 """docs/protocol.md and the code say the same: every word of the protocol is on the page, and none besides; and the
 bytes of its example are the bytes that the code writes."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Every environment variable of Ray that we name exists in the Ray that is installed: a misspelt one does nothing."""
 
-from __future__ import annotations
-
 import ast
 import mmap
 import re

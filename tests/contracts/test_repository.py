@@ -1,7 +1,5 @@
 """What is under version control works wherever it is cloned, and what is made from other files is up to date."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Each recipe of a game has a spec that fits its environment, as the job's check would find."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -3,8 +3,6 @@ tests, and the seconds of the suite. A token is a name, an operator, a number or
 line breaks are free, and a docstring counts as one. The whole may only be lowered: a capability names the rooms that
 pay for it."""
 
-from __future__ import annotations
-
 import io
 import json
 import tokenize

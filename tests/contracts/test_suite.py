@@ -1,7 +1,5 @@
 """`make test`: it runs every stage, ends with the status of the first that failed, and says where the time went."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

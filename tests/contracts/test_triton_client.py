@@ -1,8 +1,6 @@
 """A stock tritonclient passes every call that it has for what is served: HTTP, gRPC, blocking, asyncio, streaming."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An external actor and a client of an endpoint also run on Windows, which has no `fcntl` and no `os.fork`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

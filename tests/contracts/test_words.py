@@ -3,8 +3,6 @@
 In files, classes, functions, parameters, attributes and fields; not in local variables.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

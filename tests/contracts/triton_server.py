@@ -4,8 +4,6 @@ Run as a program: prints its ports as JSON when it can be reached, and ends when
 is a replica's; HAProxy stands before it as in an endpoint. Over HTTP it can be reached with and without it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

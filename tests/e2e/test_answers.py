@@ -4,8 +4,6 @@ Times, rates and memory are the machine's: a number with such a unit is compared
 the answers of VARYING, which train or measure. `...` stands for what is left out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

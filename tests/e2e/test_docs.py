@@ -1,7 +1,5 @@
 """The README and the guides: every command exists, and every block of Python runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

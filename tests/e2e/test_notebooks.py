@@ -1,7 +1,5 @@
 """The notebooks of the tutorials: what needs no cluster runs here, and each runs from top to bottom as a soak test."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The wheel, as a user has it: installed alone, in an empty folder, it has the recipes and trains one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The models that every plan is tried on, and one process's answer to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """What plans do beside their sums: skipped layers, unequal shares, compiled modules, waiting, models built unalike."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

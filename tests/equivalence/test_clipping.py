@@ -3,8 +3,6 @@
 The plans' own gradients are clipped in `test_plans`, `test_pipeline` and `test_memory_options`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 """Models that are built on the meta device and sharded or split have the weights, and train, as if each rank had built
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """States of eight bits: sharded they learn as in one process, any plan goes on from a checkpoint, the loss falls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoders of transformers, split between tensor ranks by their own plans, train as in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

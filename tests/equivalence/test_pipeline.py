@@ -1,7 +1,5 @@
 """What a pipeline does beside its sums: where it is split, what each rank keeps, what is refused, and how it ends."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every plan gives one process's gradients, losses, evaluation and weights, on the same global batches."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

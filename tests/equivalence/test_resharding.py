@@ -1,7 +1,5 @@
 """A checkpoint of one plan is read by any other, and every plan writes the full network tensor by tensor."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A gradient penalty in a Task's loss under a plan: that of one process, or an error that says which plan has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A loss with a denominator of its own (class weights, missing labels) does not depend on how a batch is split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial

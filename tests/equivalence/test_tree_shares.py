@@ -1,7 +1,5 @@
 """Ranks that share a batch of trees by nodes have the gradients of one process, though none has as many trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The time that a rank waits for others: every collective of a step is in it, whoever calls it, and nothing else."""
 
-from __future__ import annotations
-
 import threading
 import time
 from itertools import count

@@ -1,7 +1,5 @@
 """Counts captures of CUDA graphs; on the CPU an eager call into fixed memory stands in for a replay."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

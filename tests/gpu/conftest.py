@@ -3,8 +3,6 @@
 SHOAL_GPU_TESTS_ON_CPU=1 runs them on the CPU instead, to try their mechanics.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

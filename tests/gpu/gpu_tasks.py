@@ -1,7 +1,5 @@
 """Tasks of a few steps, made from seeds alone, and how they are trained here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, versions and predictors for tests of serving on a device."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A whole replica that serves from a CUDA device: plan, staging, batcher and HTTP application, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CUDA graphs among other work on one device: several models, captures while others answer, and bounded memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

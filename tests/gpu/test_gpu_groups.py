@@ -1,7 +1,5 @@
 """DDP and FSDP over NCCL, in a group of one rank, and how long a step waits for other ranks by the stream's clock."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

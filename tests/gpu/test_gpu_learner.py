@@ -1,7 +1,5 @@
 """Updates of every algorithm on a CUDA device, of vectors and of frames, are the CPU's, and what is published stays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

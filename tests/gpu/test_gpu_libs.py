@@ -1,7 +1,5 @@
 """Libraries on a CUDA device: self-organising maps, regression from few rows, and trees, as on the CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

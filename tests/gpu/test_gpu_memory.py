@@ -1,7 +1,5 @@
 """A share of a device's memory: what fits into it, errors beyond it, and outputs that pass through pinned memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

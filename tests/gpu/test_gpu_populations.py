@@ -1,7 +1,5 @@
 """Members that are trained on a CUDA device: as on the CPU, and the same whether they fit or pass through slots."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 """Models that are served from a CUDA device: answers as on the CPU, of one version each, and memory that returns."""
 # Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

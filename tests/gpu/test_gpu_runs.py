@@ -1,7 +1,5 @@
 """Runs on a CUDA device: optimizers, the loss scale, resuming, memory, and copies that nothing waits for."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

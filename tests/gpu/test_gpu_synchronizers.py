@@ -1,7 +1,5 @@
 """Replicas that share one CUDA device: servers, rounds and sums are on the host, and the steps are the CPU's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

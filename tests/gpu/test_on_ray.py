@@ -3,8 +3,6 @@
 Needs Ray; everything else in this folder runs without. All tests share one cluster of `shoal up`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

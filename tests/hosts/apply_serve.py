@@ -1,7 +1,5 @@
 """Gives Serve a configuration as KubeRay does, and waits for its applications: `apply_serve.py URL TOKEN JSON`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ many were answered with which status, as JSON; "lost" are those without an answe
 say when to come again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

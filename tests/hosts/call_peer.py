@@ -4,8 +4,6 @@ The peer answers `/fine`, and never anything else. The caller has one request an
 and what became of the latter and of a later one, as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -7,8 +7,6 @@ until each has had an answer of both hosts. Says "asking" when all is sent. Then
 is ready until it says no, and says, as JSON, what became of everything.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

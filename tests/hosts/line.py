@@ -1,7 +1,5 @@
 """A Task for runs on hosts: a line. On a host named `lost` steps become slow, so that no run ends before it is lost."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -6,8 +6,6 @@ folder; or nothing: then each has a disk of its own, which is lost with it, and 
 Nothing of this is visible outside, and all of it ends with the process that made it, however that ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -6,8 +6,6 @@ events: all of them, as (kind, details)
 saved:  the steps of the checkpoints that the store has; none while it does not answer
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Says "attached" first, and "asked" after each line. Serve is asked itself: the endpoint has a fixed number.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A head without CPUs, by the commands of cluster.yaml: drivers there compute nothing, and drivers on another node do
 all that they do on the head."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Nodes come for what has no place, and go again: rehearsed by a program of its own, whose cluster ends with it."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -2,8 +2,6 @@
 a gang that has a worker on each. The hosts lose each other."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 One of them, `lost`, is slow, so that no run ends before it is lost.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

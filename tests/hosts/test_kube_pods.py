@@ -1,7 +1,5 @@
 """Rendered manifests of Kubernetes, on hosts that share a bucket alone: each host is a pod, as KubeRay starts it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A replica's calls of a peer whose host is lost, which closes no connection."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Each host has processes of its own: the `ray stop` of `ray up` and `ray down` en
 server, its keys and its user exist in its namespaces alone: /etc and /run of the machine do not change.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

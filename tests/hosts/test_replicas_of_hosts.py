@@ -1,7 +1,5 @@
 """Runs of replicas on two hosts, of which one is lost: elastic, of local steps, and with parameter servers."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

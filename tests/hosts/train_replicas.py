@@ -7,8 +7,6 @@ run ends when it has noticed, and the chief has taken STEPS_AFTER further steps.
 logged. Workers find this folder on $PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

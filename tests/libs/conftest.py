@@ -1,7 +1,5 @@
 """No report is drawn at the end of a run, which takes longer than the run, but where a test asks for `drawn_report`."""
 
-from __future__ import annotations
-
 import pytest
 
 import shoal.runs

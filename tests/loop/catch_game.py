@@ -1,7 +1,5 @@
 """`catch.js` for Python actors, and for the run: `env=catch:Catch-v0`, in this folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

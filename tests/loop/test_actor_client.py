@@ -1,7 +1,5 @@
 """The actor's client against what a gateway may do to it: full queues, other runs, gaps, silence and nonsense."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """`python -m shoal.actor` as a command: what it must be told, what it says when it was not, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

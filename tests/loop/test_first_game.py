@@ -1,7 +1,5 @@
 """A run that takes its spaces from the first game that joins, over both transports, and keeps them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """An actor for a game that owns its loop: what it records, and that the game never waits for the network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run tells its games: at welcome and on change, by hand and by rules, and how returns are counted by it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

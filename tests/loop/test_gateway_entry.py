@@ -1,7 +1,5 @@
 """Who may enter a gateway over real sockets on loopback, and who comes back."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A gateway that ends and begins again: where it is found, what it gets again, how it goes on counting."""
 
-from __future__ import annotations
-
 import socket as network
 import sqlite3
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a gateway accepts, and what it drops with which reason; over real sockets on loopback."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The JavaScript client in Node against real gateways: it learns beside a Python actor, and outlives faults."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

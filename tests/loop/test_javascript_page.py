@@ -1,7 +1,5 @@
 """A page in headless Chromium plays Catch until it is solved: shown or hidden, with its own policy or the gateway's."""
 
-from __future__ import annotations
-
 import runpy
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The JavaScript client at a scripted gateway: an older one, connections that break or fall silent, a run that ends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """The learner with a queue and a store in memory: staleness, versions, resuming, and what it does with a bad loss."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

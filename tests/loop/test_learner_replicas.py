@@ -1,7 +1,5 @@
 """Several learners that share each batch: their weights are those of one learner, whoever of them dies or joins."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The whole loop in one process, with external actors as threads: it learns, and the books balance to the end."""
 
-from __future__ import annotations
-
 import os
 import socket as network
 import threading

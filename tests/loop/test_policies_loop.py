@@ -1,7 +1,5 @@
 """Several policies in one run: an actor with a connection to the gateway of each, and a learner for each."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """An actor that claims impossible log-probabilities is put in quarantine; one that lags, or explores, never is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

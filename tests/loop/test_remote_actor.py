@@ -1,7 +1,5 @@
 """Actors whose policy runs at the gateway: a game's, the ready one, and what they do when a side goes away."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Actors that send observations and receive actions: each step is taken once, and its segment is in the books."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gateway_asking import Raw

@@ -1,7 +1,5 @@
 """Self-play: a growing pool of past versions, which play the agents that do not learn."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

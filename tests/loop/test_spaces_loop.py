@@ -1,7 +1,5 @@
 """Continuous actions and frames through the whole loop: external actors over the wire, gateway, ledger, learner."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PPO as in its paper: actors pause while the learner updates, and every step of a batch is of the newest weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Users of an endpoint teach its policy: what a call gives, what is recorded, and what expires."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager
 from typing import Any

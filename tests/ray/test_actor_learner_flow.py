@@ -1,7 +1,5 @@
 """What the loop's flow makes of its workers' counts, and of workers that do not start. No cluster here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What is left of an endpoint that did not come to be, or whose driver is gone; Serve is a fake, but in one test."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The embedded cluster: closed, self-contained, and gone without a trace however it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

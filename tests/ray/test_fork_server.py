@@ -1,7 +1,5 @@
 """Workers that are forked: what they find is what a fresh process would find."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

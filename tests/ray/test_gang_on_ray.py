@@ -1,7 +1,5 @@
 """Replicas that are two workers each, for real: answers, new versions, fewer replicas, and what is killed or hangs."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Workers see the GPUs that they reserve: with four that are not real, on clusters of ours and of others."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """What an autoscaler may add: where it is found, and what fits."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

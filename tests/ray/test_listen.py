@@ -1,8 +1,6 @@
 """Where a replica's servers listen; Serve's own functions, without a cluster."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

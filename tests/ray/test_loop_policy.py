@@ -1,7 +1,5 @@
 """What a run notices of the gateway of a policy: that it has moved, and that no actor has come back to it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A notebook trains, serves, connects and learns, in any order, in one process that stays as it was."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A population whose members are in several Ray workers: the same lineage as in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

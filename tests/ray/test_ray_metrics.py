@@ -1,7 +1,5 @@
 """What Ray's exporter is told of a replica, and of a run: its metric classes are replaced; there is no cluster."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where workers that reserve nothing are placed: decisions about nodes as Ray lists them, without a cluster."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An endpoint with TLS as a user has it: deployed, asked over https and gRPC, its certificate replaced meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import grpc

@@ -1,7 +1,5 @@
 """Workers of the embedded cluster that are forked, not started: they are Ray's workers in all else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

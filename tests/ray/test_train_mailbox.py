@@ -1,7 +1,5 @@
 """What rank 0 says comes to the driver once and in order, however slow the mailbox is; its death. No cluster here."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the loop's flow makes of trials and probes, which the library `evaluation` plays. No cluster here."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import wait

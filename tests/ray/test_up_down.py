@@ -1,7 +1,5 @@
 """`shoal up`, `status` and `down`, as a user types them: each in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """When an endpoint is up whose replicas wait for nodes; Serve is a fake."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

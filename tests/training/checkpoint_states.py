@@ -1,7 +1,5 @@
 """States to save, how two are compared, and what a Checkpointer has on disk; for the tests of checkpoints."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

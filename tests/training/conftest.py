@@ -1,7 +1,5 @@
 """What the tests of training share: no report at the end of a run, and what those of checkpoints are given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

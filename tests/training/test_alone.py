@@ -1,7 +1,5 @@
 """Training without Ray as a user starts it: `python -m shoal.train`, alone and under torchrun, to the end and back."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The averaged weights against their formula; swapping them in and out; sharded by FSDP; and histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

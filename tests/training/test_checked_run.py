@@ -1,7 +1,5 @@
 """The facts of a check are those that the job finds, and are taken for no other run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

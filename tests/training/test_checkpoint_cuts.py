@@ -1,7 +1,5 @@
 """An upload that ends at any byte leaves the checkpoint before it, or the new one, complete."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

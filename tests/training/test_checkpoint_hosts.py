@@ -1,7 +1,5 @@
 """Ranks on hosts with disks of their own: checkpoints by a store, and the probe that refuses a run without one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

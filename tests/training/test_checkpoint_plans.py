@@ -1,7 +1,5 @@
 """Ranks of a sharded plan save, load and write a network without any rank holding all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Four ranks save and load together: into other layouts, with one that fails, and with one that dies."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

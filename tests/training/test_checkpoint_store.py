@@ -1,7 +1,5 @@
 """Checkpoints on a store: uploaded in the background, read on a host without files, complete or absent."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Checkpointer in one process: what comes back, what is kept, what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

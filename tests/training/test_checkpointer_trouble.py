@@ -1,7 +1,5 @@
 """The Checkpointer in one process: what damage, full disks and crashes do, and what is said of them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

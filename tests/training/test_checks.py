@@ -1,7 +1,5 @@
 """What is found wrong with a training run before any worker starts: field, value and remedy of each."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterable

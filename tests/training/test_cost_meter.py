@@ -1,7 +1,5 @@
 """What a step costs, against counts by hand: arithmetic, live bytes, bytes sent; what nobody knows is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is handed over arrives as it was, and lies in memory once."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

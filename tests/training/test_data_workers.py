@@ -1,7 +1,5 @@
 """Worker processes give what the training process itself would make, and say how they died."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

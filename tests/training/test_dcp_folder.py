@@ -1,7 +1,5 @@
 """A distributed checkpoint of torchtitan's layout begins a run, and a registered version becomes one."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

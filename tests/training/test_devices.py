@@ -1,7 +1,5 @@
 """What lies on the model's device, on `meta`: its tensors refuse those of other devices as CUDA's do, without a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Out of memory at a step: what is said to have fitted, for micro-steps, and where trying it is not possible."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from types import SimpleNamespace

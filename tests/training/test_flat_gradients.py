@@ -1,7 +1,5 @@
 """Gradients end to end: the mean over ranks, dtypes, order in memory, who used them; sparse ones of nn.Embedding."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

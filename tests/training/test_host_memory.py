@@ -1,7 +1,5 @@
 """Sums and messages through memory that the ranks of one host share: right, in order, told when somebody is gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

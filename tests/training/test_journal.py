@@ -1,7 +1,5 @@
 """The record of a run and what is printed of it: what cannot be written now, a run that is another's, what is said."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from contextlib import suppress

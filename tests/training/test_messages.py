@@ -1,7 +1,5 @@
 """Pictures that arrive through a broker train LeNet: none is lost, and none counts twice, however the process ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

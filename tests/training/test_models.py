@@ -1,7 +1,5 @@
 """The recipes' networks: their shapes and sizes, and what each computes beside another way of computing it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which optimiser is made, fused or with rates by group; a Task's own does what it does in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

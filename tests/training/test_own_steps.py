@@ -1,8 +1,6 @@
 """Tasks with a step of their own: a GAN with two optimisers, a distillation with two losses; metrics with a state; and
 callbacks. Alone and on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

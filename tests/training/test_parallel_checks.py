@@ -1,7 +1,5 @@
 """Plans that do not fit are refused before anything starts, naming what, its size and a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What plans are made of, in one process: masks, loss scales, clipping, states, blocks, evaluation, compiling."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Where models can be cut, and that what lies between two cuts is the model's own forward."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run is predicted to cost, of models that can be trained, and not be looked at: said in words, and no error."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Each recipe from its file: trained in this process as a user would, and under every plan that applies to it."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

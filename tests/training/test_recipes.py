@@ -1,7 +1,5 @@
 """The recipes' Tasks, on data small enough for unit tests: what they read, what they measure, and that they learn."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

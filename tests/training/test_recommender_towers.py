@@ -1,7 +1,5 @@
 """The two towers of `jobs/recommender.py`: what they see, what they are judged by, and from training to the page."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A trained network in the registry: what is written down with it, and building it where no file of the Task's is."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Schedules against PyTorch's own schedulers, their ends, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

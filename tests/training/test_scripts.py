@@ -1,7 +1,5 @@
 """Scripts and notebooks as people write them: each trains, registers, and its version is loaded where none of it is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Selective Backprop: what is chosen, when there are gradients and whose they are, and that it resumes exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

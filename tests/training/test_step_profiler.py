@@ -1,7 +1,5 @@
 """Steps of a running Trainer are measured on a few of them; tables of their numbers travel and merge."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

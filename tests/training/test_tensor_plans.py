@@ -1,7 +1,5 @@
 """Which layers a tensor plan splits: those for which a part on each rank gives one process's gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The training loop in one process: what it measures, when it stops, what it keeps, and how it goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """A run that is resumed with other words than it began with: what they change, and what goes on as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop on several ranks: the same losses as alone, one decision for all, going on under another plan."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

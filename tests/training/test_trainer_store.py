@@ -1,7 +1,5 @@
 """Training with $SHOAL_STORE: resumed where no file of the run is, and a store that is down meanwhile."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on iterables: their epochs end where their last batch was used, and evaluations are due then."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterator

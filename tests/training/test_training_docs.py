@@ -1,7 +1,5 @@
 """The pages on training: every block of Python runs, and every line of the shell is understood or run."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

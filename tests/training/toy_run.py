@@ -1,7 +1,5 @@
 """Runs of the Toy in this process, a tenth of a second each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `import shoal` offers, frozen; and Tasks of a notebook as files."""
 
-from __future__ import annotations
-
 import pydoc
 import subprocess
 import sys

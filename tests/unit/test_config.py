@@ -1,7 +1,5 @@
 """Words that reach into specs: through fields and mappings of specs, and what is said of those that fit nothing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A process's share of its machine: of a device's memory, without a device, and of the cores."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

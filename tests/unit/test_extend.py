@@ -1,7 +1,5 @@
 """Libraries join the command line; what an earlier release called otherwise is found."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Named frames as arrays: every type of column, and what has no number by name."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokens of $SHOAL_HOME: made once, whole, and never empty."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

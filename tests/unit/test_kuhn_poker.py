@@ -1,7 +1,5 @@
 """The exact NashConv of Kuhn poker, by which self-play is measured, against what is known of the game."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

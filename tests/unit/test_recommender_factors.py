@@ -1,7 +1,5 @@
 """The factors of the film site: fold-in against oracles, what is learnt, versions on disk, and files with gaps."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The load generator's reading of answers, its arrivals, and the oracle: what a measurement rests on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from benchmarks.serving.driver import Plan, arrivals

@@ -1,7 +1,5 @@
 """Runs of replicas go on when a server, a worker and the chief are killed, each at a named step, and when resumed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

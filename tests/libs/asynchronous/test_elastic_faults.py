@@ -1,7 +1,5 @@
 """Elastic synchronous training goes on when workers are killed, and their replacements have its weights."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 """Elastic synchronous training in one process: the steps are those of the living, whoever dies when, and on whatever
 hosts they are: as on others, a worker cannot open the run's memory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

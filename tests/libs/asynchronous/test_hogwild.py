@@ -1,7 +1,5 @@
 """Hogwild: lanes train one copy of the weights."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

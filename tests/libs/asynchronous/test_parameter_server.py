@@ -1,7 +1,5 @@
 """Servers, controller and workers in one process: the updates are those of the equations, whatever is divided how."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

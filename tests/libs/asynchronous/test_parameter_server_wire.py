@@ -1,7 +1,5 @@
 """What goes between workers and servers: compressed, accumulated, balanced, logged; and what is refused."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

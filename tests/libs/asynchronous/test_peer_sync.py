@@ -1,7 +1,5 @@
 """Rounds of peers in one process: what each worker receives, and that no worker waits for one that has died."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

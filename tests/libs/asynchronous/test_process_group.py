@@ -1,7 +1,5 @@
 """The processes of a run of replicas: on which hosts they begin, and how the one that starts them sees them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest.mock import Mock

@@ -1,8 +1,6 @@
 """Calls between the processes of a run: each is made once, also over a link that is cut or slow, and only by a process
 of the run."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

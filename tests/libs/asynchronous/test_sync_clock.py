@@ -1,7 +1,5 @@
 """The clock of asynchronous training: who may go on, which gradient becomes an update, whatever the workers' speeds."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

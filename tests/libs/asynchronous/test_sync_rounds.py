@@ -1,7 +1,5 @@
 """Rounds of local steps: when they end, who is waited for how long, and that each change is merged exactly once."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

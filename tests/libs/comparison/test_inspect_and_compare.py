@@ -1,7 +1,5 @@
 """`shoal inspect` and `shoal compare`, as a user types them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

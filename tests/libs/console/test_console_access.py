@@ -1,7 +1,5 @@
 """Who may do what at the console: each rule of Access and ProtectedApp."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The console's pages in a browser: values of runs as they are logged, and forms that change what serves."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

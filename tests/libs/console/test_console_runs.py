@@ -1,7 +1,5 @@
 """What the console reads of the record and of films, writes beside it, and sends as it comes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

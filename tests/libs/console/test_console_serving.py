@@ -1,8 +1,6 @@
 """The console's endpoints, *Try it*, models and cluster, at the border of HTTP: an endpoint without models, a registry,
 a dashboard that answers what Ray's does."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

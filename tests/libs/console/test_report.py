@@ -1,7 +1,5 @@
 """The report has what the console shows, in one file that loads nothing; the terminal has the same figures."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

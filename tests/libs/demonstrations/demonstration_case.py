@@ -1,7 +1,5 @@
 """Where demonstrations of a test lie, and what lies there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rl_setting import EXPERIENCE

@@ -1,7 +1,5 @@
 """Demonstrations in files, in the loss, and on the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

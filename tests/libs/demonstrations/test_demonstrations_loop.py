@@ -1,7 +1,5 @@
 """People and scripts that show how: what they do is kept and learnt from, and is never taken for the policy's."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """Whole episodes that a gateway records: what is recorded, what is not, and who reads it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

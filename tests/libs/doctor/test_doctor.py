@@ -1,7 +1,5 @@
 """`shoal doctor`: each check says what it saw, how bad that is, and the remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

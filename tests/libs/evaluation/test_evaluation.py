@@ -1,7 +1,5 @@
 """What episodes that were played say of those that were not."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -1,7 +1,5 @@
 """Each format gives what was written into its file, and says what is wrong with a file."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import os

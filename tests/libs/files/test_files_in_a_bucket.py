@@ -1,7 +1,5 @@
 """The formats read a bucket as they read a folder: the same batches, and the same fingerprint."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable

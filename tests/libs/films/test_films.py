@@ -1,7 +1,5 @@
 """Films: what they show, how long and how large they are, and that playing and filming change nothing."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a network predicts of the same validation samples: what is retained, drawn and written, and of which forms."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

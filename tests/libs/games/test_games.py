@@ -1,7 +1,5 @@
 """The environments that come with Shoal, and how booleans and a missing simulator are treated."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import gymnasium

@@ -1,7 +1,5 @@
 """No hub is asked."""
 
-from __future__ import annotations
-
 import huggingface_hub.constants
 import pytest
 

@@ -1,7 +1,5 @@
 """Adapters as folders: written as peft writes them, read as it does, and begun with; the logits are equal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Language models of Hugging Face as Tasks: their weights, their data, their losses, adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

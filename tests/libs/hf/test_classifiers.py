@@ -1,7 +1,5 @@
 """Classifiers of texts, words and pictures as Tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GGUF files as models: a tiny one of our writing, and SmolLM2-135M-Instruct, which answers, and its adapters learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters on a base that is sharded: each rank holds its part alone, and the numbers are those of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

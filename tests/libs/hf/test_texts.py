@@ -1,7 +1,5 @@
 """Files of samples: what is read of them, what is learnt of it, and which of them are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of Hugging Face as versions of the registry and back: the same logits, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

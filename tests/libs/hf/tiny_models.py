@@ -1,7 +1,5 @@
 """Tiny models of Hugging Face in folders, with a tokenizer of bytes and data of a few lines."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Validates manifests as the API server of Kubernetes does: by KubeRay's schemas and by Kubernetes' own, strictly."""
 
-from __future__ import annotations
-
 import gzip
 from functools import cache
 from typing import Any

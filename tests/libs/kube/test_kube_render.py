@@ -1,7 +1,5 @@
 """Manifests by their schemas, and specs that are refused before anything is written."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

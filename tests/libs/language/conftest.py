@@ -1,7 +1,5 @@
 """One thread: the products are small, and threads that wait for each other cost more than they bring."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

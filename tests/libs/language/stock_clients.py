@@ -3,8 +3,6 @@
 .venv-clients/bin/python tests/libs/language/stock_clients.py PORT
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts without an endpoint, by its client, in the terminal and of a table's rows: all read one stream of events."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

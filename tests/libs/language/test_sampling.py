@@ -1,7 +1,5 @@
 """Tokens follow the distribution of a request, and its grammar, which costs no token where it cannot be followed."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole replicas that write text: versions, tracks, ends, metrics; no Ray, no socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

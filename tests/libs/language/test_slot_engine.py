@@ -1,7 +1,5 @@
 """What an engine guarantees, whatever else it computes at the time, and of the text that it writes."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The stock clients `openai` and `anthropic`, unchanged, against a server on loopback."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The HTTP API in this process: what it answers, what it refuses before a token is spent, and how a stream ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

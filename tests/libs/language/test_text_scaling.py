@@ -1,7 +1,5 @@
 """Replicas by tokens: what a replica's texts tell the policy, with a simulated clock."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

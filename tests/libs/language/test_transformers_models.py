@@ -1,7 +1,5 @@
 """Causal models of transformers over slots: as without a cache, or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

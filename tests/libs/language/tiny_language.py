@@ -1,7 +1,5 @@
 """A small decoder that has opinions, its uncached continuation, and a tokenizer of bytes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

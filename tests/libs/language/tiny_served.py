@@ -1,7 +1,5 @@
 """A tiny decoder behind the HTTP API, in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """DQN's targets, loss and first priorities against NumPy oracles from the papers, and its updates from the replay."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """R2D2's rescaling, targets, loss, priorities and sequences against NumPy oracles from the paper, and its updates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gymnasium

@@ -1,7 +1,5 @@
 """Recurrent policies behind the gateway: a game of memory is learned from stored states, while an actor is killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Acting with a recurrent core in NumPy: as torch computes it, one state for each episode, and what segments carry."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

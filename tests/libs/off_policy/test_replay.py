@@ -1,7 +1,5 @@
 """The replay against an oracle that keeps every step in lists: returns, priorities, overwriting, and files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

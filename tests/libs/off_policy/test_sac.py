@@ -1,7 +1,5 @@
 """SAC's losses against NumPy oracles of the paper's equations, and its updates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A share of each sample is of what others have shown, from a replay of its own."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of a search: the choice by numbers, a distillation's loss against NumPy, students, exported graphs."""
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Any

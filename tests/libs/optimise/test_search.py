@@ -1,8 +1,6 @@
 """`shoal optimise`: what is tried, measured after its last step, chosen and registered; and every wrong option."""
 # Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ablations: which variants there are, differences seed by seed, failures as results, and the whole as typed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

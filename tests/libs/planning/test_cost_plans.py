@@ -1,7 +1,5 @@
 """What is predicted for a plan in one process, beside what two real ranks of it measure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that this process does not hold: where they are recognised, what is counted of them, which rank has what."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

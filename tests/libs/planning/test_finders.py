@@ -1,7 +1,5 @@
 """The finders: on curves and limits that are known, on tasks whose answer is known, and as the user types them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """`shoal plan` for a model that this process does not hold: every plan is counted, none is run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

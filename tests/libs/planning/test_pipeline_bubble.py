@@ -1,7 +1,5 @@
 """The predicted bubble: textbook values where there are some, and what must hold for all schedules."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.errors import PlanError

@@ -1,7 +1,5 @@
 """`shoal plan`: what is enumerated, how times are composed, how plans are ranked, what a user types and reads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

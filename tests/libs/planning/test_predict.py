@@ -1,7 +1,5 @@
 """What is predicted for a plan: equal to what one process takes, spread over ranks; and it leaves no trace."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

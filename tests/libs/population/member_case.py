@@ -1,7 +1,5 @@
 """Members of a population and the same members alone: models, batches and solo training, for tests of engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evolutions: the toy problem of the PBT paper, whom each rule replaces, and that a killed run decides the same."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Members as lanes of a vector equal the same members alone: outputs, gradients, running statistics."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Lineages: what the rounds of a record say about whom a member descends from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every engine against solo runs: gradients, buffers, dropout, own and shared batches; and the choice among them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

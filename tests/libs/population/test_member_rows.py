@@ -1,7 +1,5 @@
 """Rows of members: views by name, copies, ordinary state dicts; and optimizers over rows against torch.optim."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Populations: members that train as each would alone, replace each other, and come back from a saved state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A population from its spec to its record, its checkpoints and its registered networks, in this process."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

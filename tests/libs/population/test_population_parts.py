@@ -1,7 +1,5 @@
 """Augmentations of many members, and ensembles: against plain computations of one member, one image at a time."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is shown of a population: on a terminal, in a log file, in the pictures of its report."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

@@ -1,7 +1,5 @@
 """A population of learners: it learns, copies in memory, replaces a member whose weights are lost, and goes on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

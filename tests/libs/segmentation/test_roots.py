@@ -1,7 +1,5 @@
 """Roots from photographs: a folder of the user's, and the recipe end to end, up to the answer of an endpoint."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

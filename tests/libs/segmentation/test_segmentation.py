@@ -1,7 +1,5 @@
 """Parts of segmentation: simulated plants, skeletons, losses, scores, crops, augmentation, tiles, U-Net, comparison."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from itertools import pairwise

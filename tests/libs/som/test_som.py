@@ -1,7 +1,5 @@
 """Self-organising maps: the batch rule against its definition, the search against brute force, and the recipe."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """What `shoal new` writes runs, and its own tests pass, under the name that was given."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

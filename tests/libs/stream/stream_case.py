@@ -1,7 +1,5 @@
 """A stream in memory for tests: a broker that delivers again what was not acknowledged, and messages to put into it."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

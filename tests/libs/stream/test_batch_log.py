@@ -1,7 +1,5 @@
 """The log of batches: its bytes, what a kill or a power cut leaves of it, and what it is not replayed without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

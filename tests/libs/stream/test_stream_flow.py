@@ -1,7 +1,5 @@
 """`shoal run stream`, without Ray: the record, the registered versions, going on after a signal, and the endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

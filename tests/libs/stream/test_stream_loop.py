@@ -1,7 +1,5 @@
 """Group commit: killed at each step of the protocol, a stream ends in the same weights, each message learnt once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Payloads, duplicates, and the test for drift: each against an oracle or by its bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stream from a real mosquitto: delivery, acknowledgement, kill -9, and what users see of faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

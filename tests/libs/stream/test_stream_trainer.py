@@ -1,7 +1,5 @@
 """The online trainer: its answers, scaler and updates against a plain loop over one sensor's whole history."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 

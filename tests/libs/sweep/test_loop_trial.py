@@ -1,7 +1,5 @@
 """A trial of a sweep that is a run of the loop: it learns, reports, ends its actors, and goes on after an end."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

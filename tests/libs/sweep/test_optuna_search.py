@@ -1,7 +1,5 @@
 """Optuna chooses the values of trials: from what it was told, also of trials of an earlier attempt."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The pictures of sweeps show what the frames hold, and enter the report."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

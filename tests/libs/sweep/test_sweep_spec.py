@@ -1,7 +1,5 @@
 """A sweep that cannot work is refused before anything starts, with the field, the value and what would fit."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

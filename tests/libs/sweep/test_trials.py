@@ -1,7 +1,5 @@
 """The trials of a sweep in its record, as a trial's own run, and as a table."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tutorial of tables: its Python runs, its trainings train, and its row gets an answer."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tables: kinds of columns, encoders of training rows alone, requests as rows are, errors that name the column."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in the trackers, by their libraries: MLflow, W&B, a fake of Trackio, TensorBoard's files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

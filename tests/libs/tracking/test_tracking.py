@@ -1,7 +1,5 @@
 """A follower sends each value of a run to its tracker, whatever happens to the tracker, to the run and to itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

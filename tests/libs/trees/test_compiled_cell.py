@@ -3,8 +3,6 @@
 Compiled for torch's `aot_eager`, which traces graphs as the default does, and spares the minutes of the C++ compiler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Batches of trees and DAGs: their constructors, orders and parts, and their way through a loader's workers."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import socket

@@ -4,8 +4,6 @@ Great depth and width too: chains of 1,100 nodes, which Python does not recurse 
 of 2,100 nodes. Padded chains are computed as torch's LSTM computes each alone, and with little padding.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

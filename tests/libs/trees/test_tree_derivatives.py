@@ -3,8 +3,6 @@
 The oracle is the recursion by the equations (tests/libs/trees/tree_recursion.py), which torch differentiates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

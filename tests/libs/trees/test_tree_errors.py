@@ -1,7 +1,5 @@
 """Bad trees and DAGs are rejected with the names of tree and node, before any cell is called."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

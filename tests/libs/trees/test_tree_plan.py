@@ -1,7 +1,5 @@
 """The plan of a batch: its orders and levels, its pieces, and the cache of plans."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Shares no code with `shoal.libs.trees`. With cells as users write them. Toleranc
 2,000 nodes in another order differ by about 2,000 * 2**-53 = 2e-13 of the largest summand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

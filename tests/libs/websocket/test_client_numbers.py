@@ -3,8 +3,6 @@
 In each case agent 2 shows or gets the number, and agent 1 acts in the same message.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

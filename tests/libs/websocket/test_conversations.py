@@ -1,8 +1,6 @@
 """What clients of every dialect say to a gateway, its answers, byte for byte as they were recorded, and the segments
 that come of it: of one agent and of many, of users, with mistakes and with connections that break."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Games in C++ and C#: they learn, outlive cuts and restarts, and name what a server or their game does wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Messages as text and binary, and back: what was sent is what comes, and what is no message is named."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

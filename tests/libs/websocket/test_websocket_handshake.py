@@ -1,7 +1,5 @@
 """Which requests become connections: paths of policies, pages of other sites, tokens in addresses."""
 
-from __future__ import annotations
-
 import pytest
 
 from shoal.libs.websocket.handshake import HandshakeRules

@@ -1,7 +1,5 @@
 """Actions of a Box and of several choices: an actor's against the learner's network and an oracle; what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

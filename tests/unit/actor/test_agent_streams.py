@@ -1,7 +1,5 @@
 """Games of several agents: each agent is a stream of its own, whoever leaves first and whoever's turn it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Acting for many streams at once: the actions and log-probabilities of acting for each alone."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ready loop with several environments: whose step is whose, seeds, and the number of steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

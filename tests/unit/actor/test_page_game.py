@@ -1,7 +1,5 @@
 """The game of the page for games in Python is one, and says whether an episode has succeeded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """The NumPy policy of an actor against the module that the learner trains, and against an oracle of its sampling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kind of policy that an actor can compute, computed at the gateway: the same distribution, the same segment."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

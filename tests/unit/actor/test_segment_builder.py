@@ -1,7 +1,5 @@
 """What the ready loop makes of the steps of an environment, whatever kind of numbers that has."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Episodes that end without credit, and a remote actor whose gateways change to another run one by one."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque

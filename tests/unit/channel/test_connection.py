@@ -1,7 +1,5 @@
 """Connections between processes of ours: what is sent arrives as it was, and nobody without the secret gets in."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, and the last good one when the newest is damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line as a whole: what a job gets of its environment, and an interruption while a verb is loaded."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`shoal runs` and `shoal models`, as a user types them."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """Which of Ray's files are an endpoint's, on which host, and which of their lines are shown."""
 
-from __future__ import annotations
-
 import httpx2
 import pytest
 

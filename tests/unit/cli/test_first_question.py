@@ -1,7 +1,5 @@
 """What `shoal serve deploy` says to type first."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

@@ -1,7 +1,5 @@
 """What a job says, line by line, as it comes; `shoal runs --follow`, to a run's end or until one has seen enough."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a new user types wrongly: each answer names what is wrong and what helps, without a traceback or a cluster."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

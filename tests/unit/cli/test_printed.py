@@ -3,8 +3,6 @@
 A change that is meant is written down by GOLDEN=write. Of this machine and this process nothing is compared.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Recipes are found by name from any folder; a spec is the recipe, a resumed run, and then what is typed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`shoal runs rm`, `shoal models rm` and their `prune`: what they remove, what they refuse, and what stays."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator

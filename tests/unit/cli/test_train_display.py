@@ -1,7 +1,5 @@
 """What `shoal run` shows of a training run, on a terminal and in a log file."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

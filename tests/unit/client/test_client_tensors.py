@@ -1,7 +1,5 @@
 """A client's numbers and terms, as it sends them: the nearest that there are, or a refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """The address of a cluster, and the token that is shown there: as they are typed, pasted and exported."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

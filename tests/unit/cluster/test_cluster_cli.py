@@ -1,7 +1,5 @@
 """`shoal up`, `down` and `status` around a cluster that is a stand-in: what is shown, and in which order things end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

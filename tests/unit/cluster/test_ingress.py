@@ -3,8 +3,6 @@
 What the rewritten configuration does is in tests/serving/test_haproxy.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The order in which waiting runs start, and what a waiting run says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shoal.cluster.run_queue import (

@@ -1,7 +1,5 @@
 """The ready loop of a run of several policies: whose segment is whose, and past versions with self-play."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

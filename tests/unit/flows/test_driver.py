@@ -1,7 +1,5 @@
 """The main function of a job, as far as it goes without a cluster: what a run that is resumed is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

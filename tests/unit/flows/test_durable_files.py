@@ -1,7 +1,5 @@
 """Durable files: each is read back, retains the fields of a later release, and is refused by name in a later format."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The curves of the loop: rates between counts, and actors that come and go."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What a loop's spec refuses before anything listens."""
 
-from __future__ import annotations
-
 import sys
 
 import gymnasium

@@ -1,7 +1,5 @@
 """`shoal.load` of any model: outputs, rows, the network, ONNX by shoal.libs.export, and references."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

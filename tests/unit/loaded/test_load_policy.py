@@ -3,8 +3,6 @@
 The policies of shoal.libs.off_policy are among them.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`parallel=hybrid`: one sharded copy of the model in each host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

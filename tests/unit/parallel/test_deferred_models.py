@@ -1,7 +1,5 @@
 """Models built on the meta device get the weights, buffers and random numbers of one that is built in memory."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping

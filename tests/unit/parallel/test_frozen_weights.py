@@ -1,7 +1,5 @@
 """Weights that are neither trained nor saved: buffers, or parameters of a plan that shards them."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Which interface gloo is told to speak by."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Action masks: what actors sample, what the learner makes of it, and what is refused for which reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

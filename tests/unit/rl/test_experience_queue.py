@@ -1,7 +1,5 @@
 """The queue between gateway and learner, the batch it hands out, and the sharing of its room as credit."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

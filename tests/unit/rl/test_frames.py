@@ -1,7 +1,5 @@
 """Frames of bytes: the actor's convolutions against the learner's, the spec, and what travels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

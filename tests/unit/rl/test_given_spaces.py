@@ -1,7 +1,5 @@
 """Spaces that a run or a game gives as data: their short forms, what is wrong with others, and comparisons."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Segments in groups in a store: none that was acknowledged is lost with the gateway's host, and none comes twice."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """V-trace and the IMPALA loss against a NumPy oracle that follows the paper's equations step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

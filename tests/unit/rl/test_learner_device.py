@@ -1,7 +1,5 @@
 """The learner's device: a CPU as ever, a GPU where there is one, refused by name where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

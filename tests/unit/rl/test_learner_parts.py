@@ -1,7 +1,5 @@
 """What a learner holds, each by itself: leases, versions, checks of batches, and a loop that pauses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The account book: received = consumed + queued + dropped after every operation, and after a crash at any of them."""
 
-from __future__ import annotations
-
 import sqlite3
 import tempfile
 from collections import Counter

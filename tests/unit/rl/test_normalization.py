@@ -1,7 +1,5 @@
 """Normalised observations and rewards: the statistics, the weights that contain them, and the learner that has both."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A network of the user's own: its contract, its graph against torch, and what is refused before a run starts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

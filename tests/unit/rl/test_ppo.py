@@ -1,7 +1,5 @@
 """PPO's advantages and loss against a NumPy oracle that follows the papers' equations, and its updates."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What a gateway remembers of its actors and of those that it refused."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

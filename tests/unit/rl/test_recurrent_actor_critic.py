@@ -1,7 +1,5 @@
 """IMPALA and PPO with a recurrent core: what the actor computed step by step is what the learner unrolls."""
 
-from __future__ import annotations
-
 import gymnasium
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Episodes at the gateway: messages of many agents give the same answers and segments as one message for each step."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Named extra tensors of a segment, from the builder over the wire and the queue to a batch, bad ones included."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Numbers and times for people; web addresses without secrets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What processes print, in the folder of their run; a driver's output as lines of JSON."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The run record keeps what it was told, and runs are found in it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

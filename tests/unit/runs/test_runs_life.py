@@ -1,7 +1,5 @@
 """The life of a run's record: how a run ends, is lost and found again, and is resumed."""
 
-from __future__ import annotations
-
 import math
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """The run record under stress: a busy or broken database, many threads, other processes, and a kill -9."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

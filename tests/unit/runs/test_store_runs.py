@@ -1,7 +1,5 @@
 """Runs in a store: mirrored while they go on, read and resumed by another host, which shares nothing else."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sqlite3

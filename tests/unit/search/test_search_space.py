@@ -1,7 +1,5 @@
 """Search spaces: words and objects, draws, positions, perturbation, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A mirror brings what is new, again after an error, and the rest at its end."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

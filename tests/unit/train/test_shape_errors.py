@@ -1,7 +1,5 @@
 """A shape that does not fit is told with its layer and the shapes of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What a network takes and gives, found by running it once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When a run ends: each criterion, which of several wins, what is kept, and that a resumed run decides alike."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

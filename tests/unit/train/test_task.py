@@ -1,7 +1,5 @@
 """A Task is found by the word that a user types, loaded once, and given its batch."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

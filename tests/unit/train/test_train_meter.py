@@ -1,7 +1,5 @@
 """What a rank measures: its shares of time, metrics that are merged over ranks, time and cost to an accuracy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The fields of a training run, as they are typed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, ClassVar

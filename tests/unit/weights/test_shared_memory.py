@@ -1,7 +1,5 @@
 """Weights in memory that other processes map: the same arrays, one copy, and what cannot be opened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

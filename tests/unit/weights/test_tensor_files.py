@@ -1,7 +1,5 @@
 """Tensors are written as they come, into one file or several with an index, and read one by one."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which snapshot a store gives to whom."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The border of the wire: what is packed comes back equal, and whatever else arrives ends in a typed error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
