@@ -1,4 +1,5 @@
-"""DDP and FSDP over NCCL, in a group of one rank, and how long a step waits for other ranks by the stream's clock."""
+"""DDP and FSDP over NCCL, in a group of one rank; how long a step waits by the stream's clock; replicas on one
+device."""
 
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_tasks import WORD, Net, require_cuda
+from gpu_tasks import CLOSE, WORD, Net, assert_same_weights, make_spec, require_cuda
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +24,10 @@ from shoal.parallel.comm.world import backend_for
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.parallel.spmd.ddp import DdpModel
 from shoal.parallel.spmd.fsdp import FsdpModel
+from shoal.train.launch.local import fit_locally
+from shoal.train.reporting.result import TrainResult
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 CYCLES = 100_000_000  # tens of milliseconds on any device
 Make = Callable[[Net, ParallelSpec, World, Any], SpmdModel]
 
@@ -181,3 +184,28 @@ def test_torchrun_trains_on_the_device(device: str, shoal_home: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 4" in ended.stdout or "4 steps" in ended.stdout, ended.stdout
+
+
+# -- replicas that share the device: servers, rounds and sums are on the host, and the steps are the CPU's
+
+
+SGD = {"name": "sgd", "learning_rate": 0.05}
+KINDS: dict[str, dict[str, Any]] = {
+    "parameter_server": {"sync": {"kind": "parameter_server", "servers": 2}, "workers": 2},
+    "frames": {"sync": {"kind": "parameter_server", "transport": "frames"}, "workers": 2},
+    "local_sgd": {"sync": {"kind": "local_sgd", "every": 2}, "workers": 2},
+    "diloco": {"sync": {"kind": "diloco", "every": 2}, "workers": 2},
+    "elastic": {"workers": [2, 2]},
+}
+
+
+def fit(device: str, **fields: Any) -> TrainResult:
+    spec = make_spec(optimizer=SGD, stop={"steps": 4}, evaluate={"every_steps": 4}, device=device, **fields)
+    return fit_locally(spec, registers=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_on_one_device_take_the_steps_of_workers_on_the_cpu(kind: str, device: str) -> None:
+    found = fit(device, **KINDS[kind])
+    assert found.steps >= 4
+    assert_same_weights(found, fit("cpu", **KINDS[kind]), **CLOSE)

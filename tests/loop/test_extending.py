@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_local_loop import actor
+from test_spaces_loop import actor
 from torch import Tensor
 
 import shoal.runs

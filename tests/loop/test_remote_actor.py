@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 import shoal
 from chase import LENGTHS, Chase
-from loop.test_local_loop import EXPERIENCE as OF_SIGNS
-from loop.test_local_loop import SPEC, SignGame
+from loop.test_spaces_loop import EXPERIENCE as OF_SIGNS
+from loop.test_spaces_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
 from shoal.actor.remote import run_remote_actor

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.data import Loader
 from shoal.errors import PlanError, SpecMismatch
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.layers.dropout import DropoutRng, SeededDropout, TensorPart, mix_seed, seed_dropout
 from shoal.parallel.layers.precision import LossScale
-from shoal.parallel.spmd.base import SingleProcessModel
+from shoal.parallel.spmd.base import SingleProcessModel, SpmdModel
 from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import preserve_module
 from shoal.random_state import preserve_rng
+from shoal.train.loop.evaluation import evaluate
+from train_task import CLASSES, FEATURES, Points, Toy
 
 CPU = torch.device("cpu")
 
@@ -406,3 +409,34 @@ def test_a_second_model_that_is_alike_is_compiled_too(monkeypatch: pytest.Monkey
         torch.manual_seed(0)
         losses.append(_single(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), compile=True).train_step(torch.ones(4, 3), 0))
     torch.testing.assert_close(losses[0], losses[1])
+
+
+# -- what lies on the model's device: `meta`, whose tensors refuse those of others as CUDA's do
+
+
+META = World(0, 1, torch.device("meta"))
+
+
+class Elsewhere(SpmdModel):
+    """A model of a device that computes nothing: what it adds up is made up, the means are 1."""
+
+    def __init__(self) -> None:
+        model = nn.Linear(FEATURES, CLASSES, device=META.device)
+        super().__init__(model, Toy(), ParallelSpec(), World.single("cpu"), 0)  # where masks are drawn: not on meta
+        self._world = META
+
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
+        assert super().sum_over_data_ranks(values).device == META.device
+        return torch.ones(values.shape)
+
+
+def test_an_evaluation_adds_up_where_the_model_is() -> None:
+    loader = Loader(Points(50, 2), batch_size=32, device=META.device, shuffle=False, drop_last=False)
+    assert evaluate(Elsewhere(), loader) == {"loss": 1.0, "accuracy": 1.0}
+
+
+def test_the_norm_of_no_gradients_is_where_the_model_is() -> None:
+    model = Elsewhere()
+    without = model.clip_gradients(1.0)
+    model.module(torch.zeros(2, FEATURES, device=META.device)).sum().backward()
+    assert without.device == model.clip_gradients(1.0).device == META.device

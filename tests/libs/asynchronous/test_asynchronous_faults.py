@@ -1,11 +1,14 @@
 """Runs of replicas go on when a server, a worker and the chief are killed, each at a named step, and when resumed."""
 
+import hashlib
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +26,8 @@ from shoal.errors import RankLost, TrainError
 from shoal.extend import PeerSync, SyncConfig
 from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from shoal.testing.run import MemoryLog
+from shoal.train import Callback
+from shoal.train.callback import TrainingState
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from train_task import Toy
@@ -281,3 +286,48 @@ def test_a_run_whose_controller_is_killed_leaves_no_process_and_is_resumed(
     events = run.last_events()
     assert saved <= events["restored"]["step"] <= saved + 40
     assert events["stopped"]["step"] >= saved + 60
+
+
+# -- elastic: replacements have the weights of the survivors
+
+
+class DigestCallback(Callback):
+    """Notes step and weights in a file of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / f"digests of {multiprocessing.current_process().name}, {os.getpid()}"
+
+    def on_step(self, state: TrainingState) -> None:
+        digest = hashlib.sha256()
+        for each in state.model[0].state_dict().values():
+            digest.update(each.numpy().tobytes())
+        with self._file.open("a") as file:
+            file.write(f"{state.step} {digest.hexdigest()}\n")
+
+
+class Digested(Toy):
+    def __init__(self, *, folder: str, **changes: Any) -> None:
+        super().__init__(dropout=0.0, **changes)
+        self._folder = folder
+
+    def callbacks(self) -> list[Callback]:
+        return [DigestCallback(Path(self._folder))]
+
+
+def test_survivors_and_replacements_have_equal_weights_when_a_worker_and_the_chief_are_killed(tmp_path: Path) -> None:
+    """The run waits for its second worker, so each step is taken by two."""
+    task = {"task": f"{__file__}:Digested", "args": {"folder": str(tmp_path), "step_s": 0.02}}
+    processes = Processes()
+    log = KillingLog(processes, {15: "worker 1", 35: "worker 0"})
+    spec = spec_of(**task, sync="all_reduce", workers=[2, 2], stop={"steps": 60})
+    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: False, processes.start)
+    assert outcome.reason == "steps"
+    assert [details["index"] for details in log.find("worker_lost")] == [1, 0]
+    assert log.find("elastic") == [{"healed": 3, "restarts": 0}]
+    digests: dict[int, list[str]] = defaultdict(list)
+    for file in tmp_path.glob("digests of *"):
+        for step, digest in map(str.split, file.read_text().splitlines()):
+            digests[int(step)].append(digest)
+    assert sorted(digests) == list(range(1, 61))  # no step was repeated or left out
+    assert all(len(set(each)) == 1 for each in digests.values())
+    assert sum(len(each) == 2 for each in digests.values()) > 30

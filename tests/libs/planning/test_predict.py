@@ -22,7 +22,7 @@ from shoal.libs.planning.predict.simulate_pipeline import TransferTime
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.train import Task, TrainSpec
-from training.test_step_profiler import BATCH, PARAMETERS, WIDTH, Blocks
+from training.test_cost_meter import BATCH, PARAMETERS, WIDTH, Blocks
 
 STATES = dict.fromkeys(("memory_parameters", "memory_optimizer", "memory_average", "memory_activations"), 1.0)
 

@@ -1,22 +1,28 @@
 """Games of several agents: each agent is a stream of its own, whoever leaves first and whoever's turn it is."""
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, cast
 
+import gymnasium
 import msgspec
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from test_environment_loop import SynchronousClient
 
 from chase import LENGTHS, Chase
-from rl_setting import EXPERIENCE, RecordingClient
-from shoal.actor import play
-from shoal.actor.environment import get_spaces, make_environment, require_matching_spaces, reset_environment
+from rl_setting import EXPERIENCE, POLICY, RecordingClient, weights
+from shoal.actor import ActorClient, play
+from shoal.actor.agent_streams import find_success
+from shoal.actor.environment import check_step, get_spaces, make_environment, require_matching_spaces, reset_environment
+from shoal.actor.game import GameActor
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
-from shoal.wire import Segment
+from shoal.wire import ExperienceSpec, Segment, TensorSpec
 from shoal.wire.action_masks import find_choices
+from shoal.wire.spaces import describe_space
 
 EXPERIENCE_SPACES = Box(-1, 1, (4,), np.float32), Discrete(2)
 
@@ -219,3 +225,41 @@ def test_the_parts_that_an_agent_observes_become_one_array() -> None:
     environment.reset(seed=1)
     observations, *_ = environment.step(dict.fromkeys(LENGTHS, 0))
     assert {each.shape for each in observations.values()} == {(6,)}
+
+
+# -- the game of the page for games in Python
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "games" / "python.md"
+
+
+def test_it_can_be_played_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = re.findall(r"^```python file=grid.py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "grid_of_page.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    game = make_environment("grid_of_page:Grid-v0")
+    del gymnasium.registry["Grid-v0"]  # another test registers it, too
+    _, info = reset_environment(game, "Grid-v0")
+    check_step(game, "Grid-v0", info)
+    game.reset(seed=1)
+    steps = [game.step(0) for _ in range(30)]
+    assert {find_success(info) for *_, info in steps} == {False}
+    assert [truncated for _, _, _, truncated, _ in steps] == [False] * 29 + [True]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_game_with_its_own_loop_shows_what_it_has(is_flat: bool) -> None:
+    space = Dict({"field": Box(0.0, 1.0, (2, 2)), "at": MultiDiscrete([3, 2])})
+    shown = {"field": np.array([[0, 1], [1, 0]], np.float32), "at": np.array([2, 0])}
+    flat = gymnasium.spaces.flatten(space, shown)
+    observation, action = TensorSpec("float32", flat.shape, 0.0, 1.0), TensorSpec("int64", (), 0, 1)
+    client = RecordingClient(
+        ExperienceSpec(observation, action, 2, POLICY, space=describe_space(space)), weights(1, flat.size).tensors()
+    )
+    with GameActor(cast(ActorClient, client)) as actor:
+        for _ in range(2):
+            assert actor.act(flat if is_flat else shown) in (0, 1)
+            actor.reward(1.0)
+        actor.end_episode(flat if is_flat else shown)
+    (segment,) = client.segments
+    np.testing.assert_array_equal(segment.observations, np.array([flat] * len(segment.observations), np.float32))
