@@ -319,11 +319,6 @@ class _Served:
         deployment = DeploymentID(name="replica", app_name=self.endpoint.name)
         ray.get(controller.update_deployment_replicas.remote(deployment, num_replicas))
 
-    def hold_while_asleep(self, is_on: bool) -> None:
-        from shoal.cluster.ingress.serve_environment import hold_while_asleep
-
-        hold_while_asleep(os.environ, self.endpoint.name, is_on)
-
     def status(self) -> object:
         return self.endpoint.status()
 

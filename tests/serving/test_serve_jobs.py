@@ -419,8 +419,6 @@ def test_models_are_a_list_or_one_word() -> None:
 def test_what_a_file_does_not_say_of_the_endpoint_is_as_the_words_have_it(endpoint: dict[str, Any]) -> None:
     spec = ServingSpec.parse({"models": "a@1", "endpoint": endpoint}).endpoint
     assert (spec.name, spec.num_cpus) == (ServingSpec().endpoint.name, endpoint.get("num_cpus", 0.5))
-    with pytest.raises(ConfigError, match="a is there twice"):
-        ServingSpec.parse({"models": ["a@1", "a@2"]})
 
 
 def test_a_hook_or_class_that_is_not_there_is_told_before_a_replica_starts(
@@ -572,8 +570,3 @@ def test_a_model_is_taken_from_an_endpoint_and_not_from_a_cluster(remote: FakeCl
 def test_delete_names_what_there_is(remote: FakeCluster) -> None:
     said("serve deploy tumours")
     fails(RunError, f"there is no endpoint fashion on {URL}: there is tumours", "delete fashion")
-
-
-def test_nothing_to_serve_is_said_here(remote: FakeCluster) -> None:
-    fails(ConfigError, "there is nothing to serve", "deploy --name shop")
-    assert not remote.jobs

@@ -298,21 +298,3 @@ def test_a_restored_population_chooses_anew_where_its_engine_does_not_fit(monkey
     assert restored.step(batches[1]).isfinite().all()
     choice = restored.choice
     assert choice.reasons["stacked"] == "there is no compiler"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("resident", [None, 4])
-def test_members_on_a_gpu_equal_those_on_a_cpu(resident: int | None) -> None:
-    """Resident, and streamed through staging rows by copies on streams of their own."""
-    batches = make_batches(6, NUM_SAMPLES)
-    expected = make_population(7, factory=make_perceptron)
-    row_bytes = expected.group.layout.row_bytes(1)
-    memory_bytes = None if resident is None else resident * row_bytes
-    with make_population(7, factory=make_perceptron, device="cuda", memory_bytes=memory_bytes) as population:
-        for each in (expected, population):
-            list(each.train(batches[:3]))
-            each.exploit([(0, 6)])
-            list(each.train(batches[3:]))
-        on_host = {name: rows.cpu() for name, rows in copy_rows(population).items()}
-        torch.testing.assert_close(on_host["weights"], copy_rows(expected)["weights"], rtol=1e-3, atol=1e-4)

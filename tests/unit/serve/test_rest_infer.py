@@ -352,8 +352,6 @@ def test_compressed_bodies(coding: str, pack: Any, unpack: Any) -> None:
     assert reply.headers["content-encoding"] == coding
     assert json.loads(unpack(reply.content))["outputs"][0]["data"] == [1.5] * 1000
     refused(wide(max_body_bytes=1000).infer(pack(body), headers=headers), 413, "1000")
-    refused(wide().infer(b"not so", headers=headers), 400, coding)
-    refused(wide().infer(body, headers={"content-encoding": "br"}), 415, "br")
     assert wide().infer(body, headers={"content-encoding": "identity"}).status == 200
     binary = wide().infer(request(WIDE, parameters={"binary_data_output": True}), headers={"accept-encoding": coding})
     plain = Reply(200, binary.headers, unpack(binary.content))  # whose header of a length is of the plain answer
