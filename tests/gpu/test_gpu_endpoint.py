@@ -7,8 +7,8 @@ import pytest
 from captures import count_captures
 
 from registered import LINEAR, SIGNATURE, constant, register
-from serving.replica_set import ReplicaSet, infer, until
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
+from serving.replica_set import infer, serving_one, until
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightStore
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +25,7 @@ async def test_a_replica_answers_over_http_from_the_device(
 
     store = WeightStore()
     live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
-    async with ReplicaSet(model_from_ref("linear@champion"), live, model=model) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@champion", live, model=model) as (endpoint, replica):
         devices = list(replica.manager.get_model("linear").predictor._templates)
         assert devices == [device], devices
         assert (await infer(replica)).version == 1

@@ -15,8 +15,8 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -29,7 +29,7 @@ from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import EndpointModel
+from shoal.serve.spec.model_source import EndpointModel, model_from_ref
 from shoal.weights import WeightSnapshot
 
 DEADLINE_S = 60.0
@@ -114,10 +114,10 @@ async def infer(
 
 
 class ReplicaSet:
-    """See the module's docstring. `models`: as for `deploy`."""
+    """See the module's docstring. `models`: as for `deploy`, or references to versions."""
 
     def __init__(
-        self, *models: EndpointModel, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any
+        self, *models: EndpointModel | str, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any
     ) -> None:
         self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
         self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s
@@ -128,7 +128,9 @@ class ReplicaSet:
         self.num_forwarded = 0
         self.giving, self.num_fetched = asyncio.Event(), 0  # of the weights that the controller keeps
         self.giving.set()
-        self._config, self._live = build_controller_config(self.spec, models)
+        self._config, self._live = build_controller_config(
+            self.spec, [model_from_ref(each) if isinstance(each, str) else each for each in models]
+        )
         self.restart_controller()
 
     async def __aenter__(self) -> ReplicaSet:
@@ -259,3 +261,13 @@ async def tally(
             assert answer.status == 200, answer.body
             found[answer.version] += 1
     return found
+
+
+@asynccontextmanager
+async def serving_one(
+    *models: EndpointModel | str, **options: Any
+) -> AsyncIterator[tuple[ReplicaSet, EndpointReplica]]:
+    """An endpoint with one replica, which is ready."""
+    async with ReplicaSet(*models, **options) as endpoint:
+        [replica] = await endpoint.start()
+        yield endpoint, replica

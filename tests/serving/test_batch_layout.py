@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from serving.replica_set import ReplicaSet, ask
+from serving.replica_set import ask, serving_one
 from shoal.client.payload import decode_answer, encode_inputs
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, InferenceError
@@ -21,7 +21,6 @@ from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 
 RNG = np.random.default_rng(0)
@@ -116,8 +115,7 @@ def tensor(name: str, array: np.ndarray) -> dict[str, Any]:
 
 async def test_a_model_for_one_picture_is_served_as_it_is() -> None:
     register("grey", Grey, GREY)
-    async with ReplicaSet(model_from_ref("grey"), model={"max_batch_size": 0}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("grey", model={"max_batch_size": 0}) as (_, replica):
         metadata = (await ask(replica, "GET", "/v2/models/grey")).body
         assert [each["shape"] for each in (*metadata["inputs"], *metadata["outputs"])] == [[3, 2, 2], [2, 2], []]
         config = (await ask(replica, "GET", "/v2/models/grey/config")).body
@@ -149,8 +147,7 @@ async def test_a_state_with_the_batch_between_goes_through_an_endpoint() -> None
         outputs = answer.body["outputs"]
         return {each["name"]: np.array(each["data"], np.float32).reshape(each["shape"]) for each in outputs}
 
-    async with ReplicaSet(model_from_ref("detector"), models={"detector": STATED}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("detector", models={"detector": STATED}) as (_, replica):
         answers = await asyncio.gather(*[infer(replica, each) for each in requests])
         for inputs, outputs in zip(requests, answers, strict=True):
             for name, expected in detect(inputs).items():

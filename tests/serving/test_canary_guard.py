@@ -31,7 +31,7 @@ from serving.faulty_models import (
     weights,
 )
 from serving.live_set import MOODY, infer
-from serving.replica_set import Asked, ReplicaSet, ask
+from serving.replica_set import Asked, ReplicaSet, ask, serving_one
 from serving.replica_set import until as until_there
 from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError, ShoalError
@@ -45,7 +45,6 @@ from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import BatchGroup, CallBatch, Track
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import model_from_ref
 
 NUM_REQUESTS = 80
 
@@ -57,7 +56,7 @@ async def canary_of(mood: float = FINE, percent: float = 50.0, action: str = "ca
         Registry().register("moody", moody(version, its_mood), model=MOODY, signature=SIGNATURE)
     # Not judged by latency: forwards of 20 µs on a busy machine are slow or fast by chance.
     options = {"warm_up": False, "guard": {"max_latency_ratio": 1e6}}
-    async with ReplicaSet(model_from_ref("moody@1"), model=options) as endpoint:
+    async with ReplicaSet("moody@1", model=options) as endpoint:
         await endpoint.start(2)
         await endpoint.administer(action=action, model="moody", version=2, percent=percent)
         yield endpoint
@@ -222,8 +221,7 @@ async def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
     monkeypatch.setattr("serving.faulty_models.SLOW_S", 0.03)  # twice what the stable version takes on any machine
     for version, its_mood in ((1, FINE), (2, mood)):
         Registry().register("moody", moody(version, its_mood), model=MOODY, signature=SIGNATURE)
-    async with ReplicaSet(model_from_ref("moody@1"), model={"guard": {"min_requests": 20, **guard}}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("moody@1", model={"guard": {"min_requests": 20, **guard}}) as (endpoint, replica):
         await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
         assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
         for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
@@ -250,8 +248,7 @@ def shadowed_calls(replica: EndpointReplica) -> int:
 async def replica_of(hold: Path | str = "", **spec: Any) -> AsyncIterator[EndpointReplica]:
     """One replica with the faulty model, version 1."""
     Registry().register("faulty", weights(1), model=factory(str(hold)), signature=SIGNATURE)
-    async with ReplicaSet(model_from_ref("faulty"), **spec) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("faulty", **spec) as (_, replica):
         yield replica
 
 
@@ -279,8 +276,7 @@ async def test_a_model_s_own_words_go_to_the_log_and_the_status_and_to_callers_i
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     Registry().register("faulty", weights(1), model=factory(), signature=SIGNATURE)
-    async with ReplicaSet(model_from_ref("faulty")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("faulty") as (endpoint, replica):
         answers = [await infer_rows(replica, (RAISE, 0.0)) for _ in range(2)]
         told = [answer.body["error"] for answer in answers]
         assert [answer.status for answer in answers] == [500, 500]

@@ -11,7 +11,7 @@ import pytest
 from registered import LINEAR, SIGNATURE, constant, register
 from serving.faulty_models import NAN, RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import ReplicaSet, tally, until
+from serving.replica_set import ReplicaSet, serving_one, tally, until
 from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -20,7 +20,7 @@ from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.replica import START_POLL_S
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
+from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.weights import WeightSnapshot, WeightStore
 
 
@@ -195,8 +195,7 @@ async def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_hea
     monkeypatch.setattr(Predictor, "load", hangs)
     store = WeightStore()
     store.publish(constant(1))
-    async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as (endpoint, replica):
         monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)  # to start may well take longer
         loader = replica.manager._host.loader
         await until(lambda: not loader.longest_load_s)
@@ -224,7 +223,7 @@ async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monk
     monkeypatch.setattr(VersionLoader, "build_predictor", slowly)
     register()
     live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
-    async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
+    async with ReplicaSet("linear@1", live) as endpoint:
         replica = endpoint.add()
         starting = asyncio.create_task(replica.start(10.0))
         await until(lambda: "live" in replica.manager._slots)

@@ -18,7 +18,6 @@ from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.model.action_sampler import make_sampler
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -71,7 +70,7 @@ async def test_a_request_or_a_version_says_how_the_policy_acts_and_a_seed_repeat
     register("best")
     register("sampled")
 
-    async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
+    async with ReplicaSet("policy@1") as endpoint:
         await endpoint.start()
         assert await draw(endpoint) == {2: 1000}
         assert is_like_logits(await draw(endpoint, action="sampled"))
@@ -91,7 +90,7 @@ async def test_a_shadow_draws_the_same_actions() -> None:
     register("sampled")
     register("sampled")
 
-    async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
+    async with ReplicaSet("policy@1") as endpoint:
         await endpoint.start()
         await endpoint.administer(action="shadow", model="policy", version=2, percent=100)
         await draw(endpoint)

@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from registered import LINEAR, SIGNATURE, constant, register
-from serving.replica_set import ReplicaSet, ask, infer, until
+from serving.replica_set import ReplicaSet, ask, infer, serving_one, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
@@ -31,8 +31,7 @@ from shoal.weights import WeightSnapshot, WeightStore
 
 async def test_a_replica_follows_weights_while_it_answers() -> None:
     store = WeightStore()
-    async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as (endpoint, replica):
         assert (await infer(replica)).status == 503
         assert replica.report().models["linear"].latency == ()
         for version in (1, 2, 5):
@@ -61,8 +60,7 @@ async def test_a_name_as_hugging_face_has_them_holds_everywhere() -> None:
     register(name, aliases=("champion",))
     spec = ServingSpec(models=[f"{name}@champion"]).override([f"endpoint.models.{name}.deadline_s=50"])
     check(spec)
-    async with ReplicaSet(*map(model_from_ref, spec.models), models=spec.endpoint.models) as endpoint:
-        (replica,) = await endpoint.start()
+    async with serving_one(*map(model_from_ref, spec.models), models=spec.endpoint.models) as (endpoint, replica):
         model = replica.manager.get_model(name)
         assert model.options.deadline_s == 50
         assert (await infer(replica, name)).version == 1
@@ -108,8 +106,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_device")
 async def test_a_batch_beyond_the_devices_memory_is_halved_and_a_request_beyond_it_has_an_error() -> None:
     register()
-    async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@1", model={"warm_up": False}) as (_, replica):
         answers = await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 2, 1, 3, 2, 1)])
         assert [each.status for each in answers] == [200, 200, 200, 500, 200, 200]
         assert "the GPU's memory is too small for 3 rows (20.00 MiB more). Reserve" in answers[3].body["error"]
@@ -119,7 +116,7 @@ async def test_a_batch_beyond_the_devices_memory_is_halved_and_a_request_beyond_
 @pytest.mark.usefixtures("small_device")
 async def test_a_version_beyond_the_devices_memory_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+    async with ReplicaSet("linear@1", model={"warm_up": False}) as endpoint:
         await endpoint.start()
         monkeypatch.setattr(SmallDevice, "max_bytes", 8)
         said = r"'linear' cannot be .* too small for version 1, whose weights are \d+ B"
@@ -132,7 +129,7 @@ async def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(mon
     monkeypatch.setattr("shoal.serve.replica.replica.limit_device_memory", shares.append)
     register()
     for num_gpus in (0.25, None):
-        async with ReplicaSet(model_from_ref("linear@1"), num_gpus=num_gpus) as endpoint:
+        async with ReplicaSet("linear@1", num_gpus=num_gpus) as endpoint:
             endpoint.add()
     assert shares == [0.25, 0.0]
 
@@ -148,8 +145,7 @@ def test_a_replica_whose_gpu_fails_for_good_is_replaced(is_lost: bool, monkeypat
     monkeypatch.setattr(torch.cuda, "synchronize", fail if is_lost else lambda: None)
 
     async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
-            [replica] = await endpoint.start()
+        async with serving_one("linear@1") as (_, replica):
             monkeypatch.setattr(replica.manager.get_model("linear").router.loaded[1], "_forward", fail)
             answers = await asyncio.gather(*[infer(replica) for _ in range(3)])
             assert [each.status for each in answers] == [503 if is_lost else 500] * 3
@@ -181,8 +177,7 @@ def are_gone(*held: weakref.ref[Any]) -> bool:
 async def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted() -> None:
     for _ in range(3):
         register(aliases=["champion"])
-    async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@1") as (endpoint, replica):
         await endpoint.administer(action="canary", model="linear", version=2, percent=10)
         tried = weights_of(endpoint, 2)
         await endpoint.administer(action="rollback", model="linear")
@@ -278,7 +273,7 @@ async def scrape(replica: EndpointReplica) -> dict[str, dict[str, float]]:
 
 async def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
     register(aliases=("champion",))
-    async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
+    async with ReplicaSet("linear@champion") as endpoint:
         first, second = await endpoint.start(2)
         for replica, rows in ((first, 1), (second, 2), (second, 3)):
             await infer(replica, rows=rows)
@@ -301,8 +296,7 @@ async def test_a_scrape_of_any_replica_sees_all_of_them() -> None:
 
 async def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_path: Path) -> None:
     register(aliases=("champion",))
-    async with ReplicaSet(model_from_ref("linear@champion"), trace=f"file:{tmp_path}/traces?ratio=0") as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@champion", trace=f"file:{tmp_path}/traces?ratio=0") as (_, replica):
         await infer(replica, rows=2, traceparent=CALLER)
         await infer(replica)
         await infer(replica, "no-such-model", traceparent=CALLER)
@@ -327,8 +321,7 @@ async def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_
 
 async def test_a_replica_reports_whom_it_refused() -> None:
     register(aliases=("champion",))
-    async with ReplicaSet(model_from_ref("linear@champion"), token="the-token") as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@champion", token="the-token") as (_, replica):
         assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
         assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
         assert replica.report().refused == (AuthFailure("", 401, 2, "10.0.0.8"),)
@@ -341,7 +334,7 @@ KEYS = [{"name": "ada", "key": ADA, "models": ["linear"], "requests_per_s": 0.01
 
 async def test_replicas_know_the_keys_and_share_their_rates() -> None:
     register(aliases=("champion",))
-    async with ReplicaSet(model_from_ref("linear@champion"), token=TOKEN, keys=KEYS) as endpoint:
+    async with ReplicaSet("linear@champion", token=TOKEN, keys=KEYS) as endpoint:
         replicas = await endpoint.start(NUM_REPLICAS)
         await until(lambda: all(len(each._follower.peers) == NUM_REPLICAS - 1 for each in replicas))
         for replica in replicas:

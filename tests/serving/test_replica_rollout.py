@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from registered import SIGNATURE, register, tensors
-from serving.replica_set import ReplicaSet, ask, held_loads, infer, tally, until
+from serving.replica_set import ReplicaSet, ask, held_loads, infer, serving_one, tally, until
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError, ShoalError
@@ -23,7 +23,7 @@ from shoal.serve.controller.rollout import Rollout
 from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica.loader import StagedVersion, VersionLoader
 from shoal.serve.spec.model_options import GuardOptions
-from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
+from shoal.serve.spec.model_source import RegisteredModel
 
 ANY_SPEED = GuardOptions(max_latency_ratio=1e9)  # the few batches of a busy machine say nothing
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=tensors(z=[-1, 2]))
@@ -36,7 +36,7 @@ def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options:
         async def test() -> None:
             for version in versions:
                 register(aliases=("champion",) if version == versions[0] else ())
-            async with ReplicaSet(model_from_ref(ref), model={"guard": ANY_SPEED, **options}) as endpoint:
+            async with ReplicaSet(ref, model={"guard": ANY_SPEED, **options}) as endpoint:
                 await endpoint.start(replicas)
                 await body(endpoint)
 
@@ -281,7 +281,7 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
 
 async def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_model() -> None:
     register(aliases=("champion",))
-    async with ReplicaSet(model_from_ref("linear@1"), scale={"min": 0, "max": 2}, show_errors=True) as endpoint:
+    async with ReplicaSet("linear@1", scale={"min": 0, "max": 2}, show_errors=True) as endpoint:
         await endpoint.start()
         await endpoint.replicas.pop("r1").close()
         path = spoil(1)
@@ -335,8 +335,7 @@ async def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: 
     register()
     register()
     release = threading.Event()
-    async with ReplicaSet(model_from_ref("linear@1"), stage_timeout_s=2.0) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@1", stage_timeout_s=2.0) as (endpoint, replica):
         monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
         replica.check_health()
         monkeypatch.setattr(RegisteredModel, "load_package", lambda source, version: release.wait(60))
@@ -470,7 +469,7 @@ async def test_another_version_is_deployed_while_one_loads_with_the_same_options
 async def test_a_model_that_never_answered_is_deployed_with_other_options() -> None:
     """One replica has its version already, under the former options."""
     register()
-    async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+    async with ReplicaSet("linear@1") as endpoint:
         first = endpoint.add()
         await until(lambda: first.manager.list_models())
         model = endpoint.controller.state.models["linear"]

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.replica_set import Asked, ReplicaSet, ask
+from serving.replica_set import Asked, ask, serving_one
 from serving.table_model import COLUMNS, ROW, register
 from shoal.cli.display.serve_display import format_plain_lines
 from shoal.client import EndpointStatus
 from shoal.serve.protocol import prometheus
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.model_options import GuardOptions
-from shoal.serve.spec.model_source import model_from_ref
 
 ANSWER = {"plan_name": "basic", "charge": 172.0, "share": {"no": 0.25, "yes": 0.75}}
 
@@ -28,8 +27,7 @@ async def ask_rows(replica: EndpointReplica, rows: object, path: str = "", **hea
 
 async def test_a_row_is_answered_by_an_object_and_a_list_by_a_list() -> None:
     register("basic", "plus", aliases=("champion",))
-    async with ReplicaSet(model_from_ref("charges")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("charges") as (_, replica):
         answer = await ask_rows(replica, ROW)
         assert (answer.status, answer.version, answer.body) == (200, 1, ANSWER)
         others = [{**ROW, "plan": "plus", "balance": 1}, {**ROW, "age": None, "plan": None, "active": 0}]
@@ -54,8 +52,7 @@ async def test_a_row_of_a_file_is_a_row_of_a_request_whatever_client_has_read_it
         "\ufeffage;customer;plan;since;active;balance;größe\n 72 ;1;basic;31.05.2025;yes;n/a;\n?;2; 3;-;;-;x\n72;3\n"
     )
     [first, gaps, short] = csv.DictReader(io.StringIO(lines), delimiter=";")
-    async with ReplicaSet(model_from_ref("charges")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("charges") as (_, replica):
         answer = await ask_rows(replica, first)
         assert (answer.status, answer.body) == (200, ANSWER)
         assert answer.headers[b"shoal-ignored-fields"] == b"customer, gr%C3%B6%C3%9Fe"
@@ -93,8 +90,7 @@ BAD: dict[str, tuple[object, int, str, str]] = {
 
 async def test_each_bad_row_is_refused_with_its_field_and_no_other_request_with_it() -> None:
     register("basic", "plus", aliases=("champion",))
-    async with ReplicaSet(model_from_ref("charges")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("charges") as (_, replica):
         asked = [ask_rows(replica, rows) for rows, *_ in BAD.values()]
         *refused, good = await asyncio.gather(*asked, ask_rows(replica, ROW))
         assert (good.status, good.body) == (200, ANSWER)
@@ -107,8 +103,7 @@ async def test_every_version_encodes_by_itself_through_canary_promotion_and_roll
     register("basic", "plus", aliases=("champion",))
     register("plus", "basic", "gold")
     guard = GuardOptions(max_latency_ratio=1e9)
-    async with ReplicaSet(model_from_ref("charges@1"), model={"guard": guard}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("charges@1", model={"guard": guard}) as (endpoint, replica):
         await endpoint.administer(action="canary", model="charges", version=2, percent=50)
         assert (await ask_rows(replica, ROW, "/versions/1")).body["charge"] == 172.0
         assert (await ask_rows(replica, ROW, "/versions/2")).body["charge"] == 272.0
@@ -126,8 +121,7 @@ async def test_every_version_encodes_by_itself_through_canary_promotion_and_roll
 @pytest.mark.parametrize("memory", [None, 1 << 20])  # of an endpoint with models on demand
 async def test_what_training_has_not_seen_is_counted_by_version_and_column(memory: int | None) -> None:
     register("basic", "plus", aliases=("champion",))
-    async with ReplicaSet(model_from_ref("charges"), memory=memory) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("charges", memory=memory) as (endpoint, replica):
         await ask_rows(replica, [ROW, {**ROW, "age": 101}, {**ROW, "plan": None}])
         await ask_rows(replica, {**ROW, "plan": "gold"})
         counted = replica.report().models["charges"].counts

@@ -36,13 +36,12 @@ from libs.export.exported import (
 from registered import tensors
 from serving import table_model
 from serving.asgi import Client
-from serving.replica_set import ReplicaSet
+from serving.replica_set import serving_one
 from shoal.errors import ConfigError
 from shoal.libs.export import folder as export_folder
 from shoal.libs.export.formats.exported import read_signature
 from shoal.libs.export.runtime.model import FolderModel
 from shoal.registry import Signature
-from shoal.serve.spec.model_source import model_from_ref
 from typed import complaint, said
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -139,8 +138,7 @@ async def test_a_folder_answers_as_an_endpoint_bit_for_bit(onnx_payload: bytes) 
     assert write().difference == 0
     model = FolderModel(Path("out"))
 
-    async with ReplicaSet(model_from_ref("pair")) as endpoint:
-        (replica,) = await endpoint.start()
+    async with serving_one("pair") as (_, replica):
         for method, path, body, headers in REQUESTS:
             expected = await Client(replica._rest).call(method, path, [body], headers)
             pairs = [(name.encode(), text.encode()) for name, text in headers.items()]

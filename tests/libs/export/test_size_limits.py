@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from serving.replica_set import Asked, ReplicaSet, ask
+from serving.replica_set import Asked, ask, serving_one
 from shoal.errors import InferenceError
 from shoal.libs.export.formats import exported
 from shoal.registry import ModelFactory, Registry
@@ -20,7 +20,6 @@ from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 
 BATCH = Dim("batch")
@@ -93,8 +92,7 @@ def test_sizes_are_those_of_the_models_own_dimensions(options: dict[str, Any]) -
 async def test_a_size_that_a_program_excludes_is_refused() -> None:
     register(payload(Positions(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
 
-    async with ReplicaSet(model_from_ref("m")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("m") as (_, replica):
         assert (await infer(replica, 1, 64)).status == 200
         answer = await infer(replica, 2, 65)
         words = "input 'x': this version takes 2 to 64 in dimension 1, got 65"
@@ -108,8 +106,7 @@ async def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -
     """It was checked against the version that answered when it came."""
     register(payload(Doubled(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
 
-    async with ReplicaSet(model_from_ref("m")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("m") as (_, replica):
         model = replica.manager.get_model("m")
         group = BatchGroup(model.router.choose_track(None, "", ""), None)
 

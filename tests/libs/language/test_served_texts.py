@@ -16,7 +16,7 @@ from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decod
 from torch import nn
 
 from registered import register, tensors
-from serving.replica_set import ReplicaSet, ask, exchange, infer, until
+from serving.replica_set import ReplicaSet, ask, exchange, infer, serving_one, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
@@ -95,8 +95,7 @@ async def begin(
 async def test_a_registered_version_writes_text_and_answers_tensors(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1, "champion")
     register("linear")
-    async with ReplicaSet(model_from_ref("tiny@champion"), model_from_ref("linear@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@champion", "linear@1") as (_, replica):
         assert [each.name for each in find_texts(replica).list(ANYONE)] == ["tiny"]  # the other is no language model
         text = get_text(replica)
         assert (text.context, text.tokenizer.decode(text.tokenizer.encode("Once"))) == (96, "Once")
@@ -132,8 +131,7 @@ async def test_a_registered_version_writes_text_and_answers_tensors(files: Mappi
 
 async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (_, replica):
         with pytest.raises(InferenceError, match="top_p") as wrong:
             await write(replica, sampling=Sampling(top_p=2.0))
         assert (wrong.value.status, wrong.value.field) == (400, "top_p")
@@ -151,7 +149,7 @@ async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, byt
 
 async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
     register()
-    async with ReplicaSet(model_from_ref("linear@1"), route_prefix="/second") as endpoint:
+    async with ReplicaSet("linear@1", route_prefix="/second") as endpoint:
         replica = endpoint.add()
         paths = []
 
@@ -167,8 +165,7 @@ async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
 async def test_a_page_of_another_origin_reads_streams_and_errors(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1)
     page, asked = "https://app.example", {"model": "tiny", "prompt": "Once", "stream": True, "max_tokens": 2}
-    async with ReplicaSet(model_from_ref("tiny@1"), allow_origins=[page]) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", allow_origins=[page]) as (_, replica):
         for method, path, body, status in [
             ("OPTIONS", "/v1/completions", None, 200),
             ("POST", "/v1/completions", asked, 200),
@@ -192,8 +189,7 @@ async def test_a_page_of_another_origin_reads_streams_and_errors(files: Mapping[
 
 async def test_a_version_without_a_tokenizer_is_not_listed() -> None:
     register_decoder({}, 1)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (_, replica):
         assert find_texts(replica).list(ANYONE) == []
         with pytest.raises(InferenceError, match="no language model with a tokenizer"):
             get_text(replica)
@@ -228,8 +224,7 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
 ) -> None:
     register_decoder(files, 1, "champion")
     options = ModelOptions.model_validate({"text": {"swap": "refuse"}})
-    async with ReplicaSet(model_from_ref("tiny@champion", options)) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one(model_from_ref("tiny@champion", options)) as (_, replica):
         pace.allow(12)
         swaps: list[Swap | None] = ["continue", "finish", "refuse", None]
         streams = {each: await begin(replica, swap=each) for each in swaps}
@@ -259,8 +254,7 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
 async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1)
     register_decoder(files, 2)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (endpoint, replica):
         await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
         await until(lambda: served(replica).router.candidate_version == 2)
         texts = await asyncio.gather(*[write(replica, max_tokens=3) for _ in range(8)])
@@ -288,8 +282,7 @@ async def canary_under_streams(files: Mapping[str, bytes], **guard: float) -> As
     for seed in (1, 2):
         register_decoder(files, seed)
     model = {"text": {"slots": 4}, "guard": {"min_requests": 8, **guard}}
-    async with ReplicaSet(model_from_ref("tiny@1"), model=model) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", model=model) as (endpoint, replica):
         await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
         await until(lambda: served(replica).router.candidate_version == 2)
         yield endpoint
@@ -354,7 +347,7 @@ async def test_a_stream_of_a_replica_that_ends_continues_at_another(
     def join_text(frames: list[Any]) -> str:
         return "".join(each["choices"][0]["text"] for each in frames)
 
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+    async with ReplicaSet("tiny@1") as endpoint:
         one, two = await endpoint.start(2)
         pace.allow(14)
         cut = asyncio.create_task(stream(one))
@@ -376,8 +369,7 @@ async def test_a_reader_that_is_too_slow_ends_alone(
 ) -> None:
     monkeypatch.setattr(text_engine, "MAX_UNREAD", 8)
     register_decoder(files, 1)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (_, replica):
         _, slow = await begin(replica)
         assert len(await write(replica, max_tokens=40)) == 40
         with pytest.raises(InferenceError, match="not read in time"):
@@ -387,8 +379,7 @@ async def test_a_reader_that_is_too_slow_ends_alone(
 async def test_tensors_of_another_model_wait_for_a_step_not_for_a_text(files: Mapping[str, bytes], pace: Pace) -> None:
     register_decoder(files, 1)
     register("linear")
-    async with ReplicaSet(model_from_ref("tiny@1"), model_from_ref("linear@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", "linear@1") as (_, replica):
         pace.allow(1000)
         _, stream = await begin(replica)
         for _ in range(5):
@@ -404,8 +395,7 @@ async def test_a_text_follows_live_weights(files: Mapping[str, bytes], pace: Pac
     store = WeightStore()
     store.publish(make_weights(1))
     live = EndpointModel("tiny", LiveModel(DECODER, SIGNATURE, store))
-    async with ReplicaSet(live, model={"text": {"tokenizer": str(tmp_path)}}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one(live, model={"text": {"tokenizer": str(tmp_path)}}) as (_, replica):
         pace.allow(6)
         events, stream = await begin(replica)
         for version in (2, 3):
@@ -424,8 +414,7 @@ async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(
 ) -> None:
     register_decoder(files, 1)
     register("linear")
-    async with ReplicaSet(model_from_ref("linear@1"), drain_s=0.2) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("linear@1", drain_s=0.2) as (endpoint, replica):
         await endpoint.service.load("tiny", {"version": "1"}, "tester")
         await until(lambda: "tiny" in [each.name for each in find_texts(replica).list(ANYONE)])
         pace.allow(3)
@@ -443,8 +432,7 @@ async def test_a_replica_that_ends_says_so_and_a_failed_step_ends_its_answers_al
     files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_decoder(files, 1)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (_, replica):
         step = SlotEngine.step
 
         def fail(engine: SlotEngine) -> list[TokenEvent]:
@@ -481,8 +469,7 @@ async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_pa
     network.save_pretrained(tmp_path / "model")
     make_tokenizer_files(tmp_path / "model")
     pull(str(tmp_path / "model"), "tiny")
-    async with ReplicaSet(model_from_ref("tiny@champion")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@champion") as (_, replica):
         found = await write(replica, max_tokens=6, stop_tokens=())
         assert list_tokens(found) == continue_greedily(network, PROMPT, 6)
         module = served(replica).router.stable.module  # type: ignore[union-attr]
@@ -499,8 +486,7 @@ async def test_texts_are_as_long_as_half_of_the_memory_allows_or_as_they_are_to_
 ) -> None:
     register_decoder(files, 1, "champion")
     monkeypatch.setattr(prepared, "count_memory", lambda device: 2 * 60 * (4 + 2) * TOKEN_BYTES)
-    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": {"slots": 4, "length": length}}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", model={"text": {"slots": 4, "length": length}}) as (_, replica):
         assert get_text(replica).context == expected
 
 
@@ -516,8 +502,7 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
     make_adapter("stray", wrong, 5)
     key = Caller("bard", models=frozenset({"tiny:poet"}))
     text = {"adapters": ["*", "named@champion"], "slots": 4}
-    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": text}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", model={"text": text}) as (_, replica):
         texts = find_texts(replica)
         _, base_stream = await begin(replica)
         adapters = served(replica).streams.adapters  # type: ignore[union-attr]
@@ -555,8 +540,7 @@ async def test_of_many_adapters_those_leave_that_no_answer_needs(
         monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
     base = register_decoder(files, 1, "champion")
     pairs = {name: make_adapter(name, base, seed) for seed, name in enumerate(("poet", "bard", "scribe"))}
-    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": {"adapters": ["*"], "slots": 4}}) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", model={"text": {"adapters": ["*"], "slots": 4}}) as (_, replica):
         expected = {name: continue_greedily(adapt(make_decoder(1), pair), PROMPT, 12) for name, pair in pairs.items()}
         assert list_tokens(await write_as(replica, "tiny:poet", CALL))[:12] == expected["poet"]
         [engine] = served(replica).streams._engines.values()  # type: ignore[union-attr]
@@ -640,8 +624,7 @@ async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
 
 async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace: Pace) -> None:
     size = register_decoder(files, 1).manifest.size_bytes
-    async with ReplicaSet(model_from_ref("tiny@1"), memory=2 * size) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1", memory=2 * size) as (endpoint, replica):
         await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
         pace.allow(4)
         asked = {"model": "tiny", "prompt": "a", "max_tokens": 50, "stream": True}
@@ -658,8 +641,7 @@ async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace:
 async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: Mapping[str, bytes]) -> None:
     for seed in (1, 2, 1):
         register_decoder(files, seed)
-    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("tiny@1") as (endpoint, replica):
         for version, disagreed in ((2, 3), (3, 0)):
             await endpoint.administer(action="shadow", model="tiny", version=version, percent=100)
             await until(lambda expected=version: served(replica).router.candidate_version == expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal.runs
-from serving.replica_set import ReplicaSet, ask
+from serving.replica_set import ask, serving_one
 from shoal.errors import ConfigError, DataError
 from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream, stream_main
 from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
@@ -58,8 +58,7 @@ def test_files_are_learnt_recorded_registered_and_answered(
 
     async def answer() -> float:
         source = RegisteredModel("tides", Registry().location)
-        async with ReplicaSet(EndpointModel("tides", source, "champion")) as endpoint:
-            (replica,) = await endpoint.start()
+        async with serving_one(EndpointModel("tides", source, "champion")) as (_, replica):
             tensor = {"name": "values", "shape": [1, 9], "datatype": "FP32", "data": history.tolist()}
             answered = await ask(replica, "POST", "/v2/models/tides/infer", {"inputs": [tensor]}, {})
             assert answered.status == 200, answered.body

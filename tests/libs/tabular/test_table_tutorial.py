@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import shoal.runs
-from serving.replica_set import ReplicaSet, ask
+from serving.replica_set import ask, serving_one
 from shoal.registry import Registry
-from shoal.serve.spec.model_source import model_from_ref
 from shoal.train.__main__ import main
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tutorials" / "table.md").read_text()
@@ -39,8 +38,7 @@ def words_after(beginning: str) -> list[str]:
 async def test_the_run_of_the_page_answers_the_row_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["task=table", *words_after("shoal run table "), *SHORT]) == 0, capsys.readouterr().err
     row = json.loads(words_after("curl -s ")[-1])
-    async with ReplicaSet(model_from_ref("churn")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("churn") as (_, replica):
         answer = await ask(replica, "POST", "/v2/models/churn/rows", row)
         assert (answer.status, answer.body["churned"]) == (200, "yes")
         assert sorted(answer.body["probability"]) == ["no", "yes"]

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
-from serving.replica_set import ReplicaSet, ask
+from serving.replica_set import ask, serving_one
 from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
 from shoal.extend.serve import ModelOptions, RegisteredModel, decode_rows
@@ -27,7 +27,6 @@ from shoal.libs.tabular.encoders import Encoders, Scale
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.task import TableTask
 from shoal.registry import Registry
-from shoal.serve.spec.model_source import model_from_ref
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 
@@ -321,8 +320,7 @@ async def test_a_batch_prediction_keeps_each_cell_and_an_endpoint_answers_each_r
     rows, target = messy_files.read_rows(file), str(file.target)
     assert [{each: row[f"input_{each}" if each == target else each] for each in rows[0]} for row in answered] == rows
     assert {*answered[0]["probability"]} == {row[target] for row in rows}
-    async with ReplicaSet(model_from_ref("parcels")) as endpoint:
-        [replica] = await endpoint.start()
+    async with serving_one("parcels") as (_, replica):
         asked = await ask(replica, "POST", "/v2/models/parcels/rows", messy_files.read_rows(file, "utf-8"))
     assert asked.status == 200, asked.body
     assert [row[target] for row in asked.body] == [row[target] for row in answered]
