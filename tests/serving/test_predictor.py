@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn import Identity
 
+from refusals import refused
 from registered import tensors
-from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.errors import ConfigError, WeightsError
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.infer_call import Arrays
@@ -149,9 +150,8 @@ def rows(*first: int) -> dict[str, np.ndarray]:
 )
 def test_an_output_that_does_not_fit_is_an_error_of_the_model_that_names_it(fault: int, complaint: str) -> None:
     model = predictor(Wrong).load(WeightSnapshot.of(1, {}))
-    with pytest.raises(InferenceError, match=re.escape(complaint)) as caught:
+    with refused(500, re.escape(complaint)):
         model.predict_batch([rows(fault), rows(0)])
-    assert caught.value.status == 500
     assert model.predict_batch([rows(0)])[0]["y"].tolist() == [[0.0, 0.0]]
 
 
