@@ -19,12 +19,9 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from session_end import at_session_end
-
-if TYPE_CHECKING:
-    from shoal.parallel.comm.world import World
 
 # What the server imports, once; none of these starts a thread or opens a socket.
 PRELOADED = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal_program import END_S, ROOT, commands_with, shoal_program
 from training.toy_run import train_rank
-from typed import typed
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -147,27 +146,3 @@ def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: Embedde
         assert sorted(index for step in epoch for index in step) == list(range(NUM_SAMPLES))
     losses = losses_of(run)
     assert losses[max(losses)] < losses[1]
-
-
-@pytest.fixture
-def no_cluster(own_home: Path) -> Iterator[None]:
-    """And none may be started."""
-    yield
-    assert temporary_files(own_home) == []
-
-
-def test_what_is_wrong_is_said_before_a_cluster_is_started(no_cluster: None, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from shoal.train import Task\nclass Mine(Task):\n    def data(self):\n        return self.nothing\n"
-        "    def model(self): ...\n    def loss(self, outputs, batch): ...\n"
-    )
-    for words, error in [
-        (["batch_size=33"], "batch_size = 33: cannot be divided by data 2. use 32 or 34"),
-        ([f"task={tmp_path / 'mine.py'}"], "AttributeError: 'Mine' object has no attribute 'nothing'"),
-    ]:
-        result = typed("run train", *WORDS, *words)
-        assert isinstance(result.exception, RunError)
-        said = str(result.exception)
-        assert said.count(error) == 1, said
-        assert said.count("Traceback") == ("AttributeError" in error)  # where it is, in a Task of the user's own
-        assert "starting a Ray cluster" not in result.output

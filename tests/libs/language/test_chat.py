@@ -15,6 +15,7 @@ from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serv
 from tiny_language import continue_greedily
 
 import shoal.runs
+from refusals import refused
 from registered import register
 from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands

@@ -22,11 +22,9 @@ from shoal.parallel.build import parallelize
 from shoal.train import Task, TrainSpec
 from shoal.train.optim.optimizers import make_optimizer
 
-PLANS = {
-    "fsdp": ["parallel=fsdp"],
-    "pipeline": ["parallel=pipeline"],
-}
+PLANS = {"fsdp": ["parallel=fsdp"]}
 MORE = {
+    "pipeline": ["parallel=pipeline"],
     "ddp, accumulating, clipped": ["parallel=ddp", "parallel.accumulate=2", "clip_norm=1.0"],
     "tensor": ["parallel=tensor"],
     "ddp, whose ranks share statistics in the forward pass": ["parallel=ddp", "args.normalises=true"],
