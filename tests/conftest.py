@@ -26,9 +26,10 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 import suite
 from libraries import find_missing_libraries
 from session_end import at_session_end
-from waiting import wait_for as _wait_for
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
@@ -229,9 +230,14 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
 
 
 @pytest.fixture
-def wait_for() -> object:
-    """`wait_for(predicate, timeout_s, what)`: see tests/waiting.py."""
-    return _wait_for
+def group_of_one() -> Iterator[ProcessGroup]:
+    """This process is all of a group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from registered import arrays_of
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment, register_policy
 from shoal.weights import WeightSnapshot
@@ -17,7 +18,7 @@ def register_random(env: str, *overrides: str, members: int = 0) -> ActorLearner
     torch.manual_seed(3)
     for each in model.parameters():
         torch.nn.init.normal_(each, std=0.5)
-    weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
+    weights = arrays_of(model)
     pool = [WeightSnapshot.of(number, weights) for number in range(members)]
     register_policy(spec, experience, WeightSnapshot.of(1, weights), "run", {"mean_return": 1, "steps": 1}, pool=pool)
     return spec

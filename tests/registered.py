@@ -24,6 +24,11 @@ def constant(version: int) -> WeightSnapshot:
     return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
 
 
+def arrays_of(network: Any) -> dict[str, np.ndarray]:
+    """Its weights by name: views."""
+    return {name: each.detach().numpy() for name, each in network.state_dict().items()}
+
+
 def register(
     name: str = "linear", *, aliases: Sequence[str] = (), signature: Signature = SIGNATURE, **facts: Any
 ) -> ModelVersion:

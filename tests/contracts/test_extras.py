@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from python_program import run_python
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -28,7 +30,7 @@ def list_requirements(name: str) -> list[Requirement]:
 def list_distributions_of_modules() -> dict[str, list[str]]:
     """By a fresh interpreter: once imported, Ray puts the packages that it brings along on `sys.path`."""
     program = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
-    return json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+    return json.loads(run_python(program))
 
 
 def list_needed_by_extras(*extras: str) -> set[str]:
@@ -154,8 +156,7 @@ for library, program, _ in {MISSING}:
 
 
 def test_a_missing_library_names_its_extra() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd="/", check=True)
-    said = done.stdout.splitlines()
+    said = run_python(PROGRAM, cwd="/").splitlines()
     assert len(said) == len(MISSING)
     for line, (library, program, extra) in zip(said, MISSING, strict=True):
         expected = rf"MissingExtra {library}[\w.]* is not installed: pip install 'CHECKOUT\[{extra}\]'.*"
@@ -203,9 +204,6 @@ PUBLIC = (
 
 
 def test_the_base_installation_names_the_extra_that_a_package_needs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BASE_PROGRAM, *PUBLIC], capture_output=True, text=True, cwd="/", check=True
-    )
-    said = dict(zip(PUBLIC, done.stdout.splitlines(), strict=True))
+    said = dict(zip(PUBLIC, run_python(BASE_PROGRAM, *PUBLIC, cwd="/").splitlines(), strict=True))
     expected = r"MissingExtra (yaml|pydantic|torch|psutil) is not installed: pip install 'CHECKOUT\[cluster\]'.*"
     assert {program: line for program, line in said.items() if not re.fullmatch(expected, line)} == {}

@@ -2,13 +2,13 @@
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from python_program import run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"
@@ -276,9 +276,7 @@ print(json.dumps(found))
 def loaded_by(*groups: tuple[Sequence[str], Sequence[str]]) -> dict[str, list[str]]:
     """Which of the first names, the heavy ones, are loaded when a fresh process has imported the second, modules or
     files, one after the other: where none is, no module of them loads one by itself."""
-    command = [sys.executable, "-c", LOADED_BY, json.dumps(groups)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    found: dict[str, list[str]] = json.loads(done.stdout)
+    found: dict[str, list[str]] = json.loads(run_python(LOADED_BY, json.dumps(groups), cwd=ROOT))
     return found
 
 

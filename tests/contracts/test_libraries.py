@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from test_imports import FILES, PACKAGE, ROOT, imported_modules, imports_of, module_of
 
 from libraries import LIBRARIES, find_missing_libraries
+from python_program import run_python
 
 API = Path(__file__).parent / "library_api.txt"
 MAX_API = 60
@@ -61,10 +60,7 @@ def test_without_a_library_the_command_line_starts(tmp_path: Path) -> None:
     for library in LIBRARIES:
         folder = (copy / "libs" / library).rename(tmp_path / library)
         code = WITHOUT_IT.format(folder=str(copy), library=library)
-        ran = subprocess.run(
-            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert ran.returncode == 0, (library, ran.stderr)
+        run_python(code, env=environment, cwd=tmp_path)
         folder.rename(copy / "libs" / library)
 
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from notebooks import FOLDER, execute, read_code
+from registered import arrays_of
 from shoal.cli import cli
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment, register_policy
@@ -41,9 +42,7 @@ def test_a_script_becomes_a_task(module: ModuleType) -> None:
 def test_a_registered_policy_plays(name: str, module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     spec = ActorLearnerSpec(env="CartPole-v1", hidden=(8,)).override(["endpoint.name=cartpole"])
     experience, _ = inspect_environment(spec)
-    weights = {
-        key: value.numpy() for key, value in describe_policy_model(spec, experience)[0].build().state_dict().items()
-    }
+    weights = arrays_of(describe_policy_model(spec, experience)[0].build())
     register_policy(spec, experience, WeightSnapshot.of(1, weights), "run", {"mean_return": 1, "steps": 1})
     for number, source in enumerate(read_code(name)):
         if not source.startswith("%%"):  # commands that train it

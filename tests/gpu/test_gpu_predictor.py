@@ -38,6 +38,7 @@ from served_models import (
 from torch import Tensor, nn
 
 from refusals import refused
+from registered import arrays_of
 from shoal.device_memory import limit_device_memory
 from shoal.errors import WeightsError
 from shoal.libs.optimise.steps import Model, convert_model
@@ -252,7 +253,7 @@ def test_auto_takes_the_fastest_that_answers(
     factory = ModelFactory(factory=f"{__name__}:{name}")
     subject = Predictor(factory, make_signature([size], [size]), ModelOptions.parse({"max_batch_size": 256}))
     module = {"OnCpu": OnCpu, "Large": Large}[name]()
-    state = {key: value.numpy() for key, value in module.state_dict().items()}
+    state = arrays_of(module)
     model = subject.load(WeightSnapshot.of(1, state))
     said = [each for each in caplog.messages if each.startswith("device: ")]
     assert len(said) == 1, caplog.text

@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from shoal.cluster.job_main import connect, disconnect
 from shoal.libs.asynchronous.ray_processes import RayProcesses
 from shoal.libs.asynchronous.replicas import fit_replicas
+from shoal.testing.run import MemoryLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 
@@ -46,17 +46,17 @@ class Placed(Toy):
         return super().loss(outputs, batch)
 
 
-class Run:
+class Run(MemoryLog):
     """One of them, and its event log."""
 
     def __init__(self, kind: str, marks: Path, folder: Path) -> None:
+        super().__init__()
         self._kind = kind
         self._marks = marks
         self._folder = folder
         self._lost_at: int | None = None
         self.is_training = threading.Event()
         self.steps: list[int] = []
-        self.events: list[tuple[str, Mapping[str, object]]] = []
         folder.mkdir()
 
     def train(self) -> dict[str, Any]:
@@ -78,15 +78,9 @@ class Run:
             self.is_training.set()
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        self.events.append((kind, details))
+        super().record_event(kind, **details)
         if kind == "worker_lost":
             self._lost_at = self.steps[-1]
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Not kept."""
-
-    def flush(self) -> None:
-        """Nothing is waiting."""
 
 
 def main(shared: Path, own: Path) -> None:

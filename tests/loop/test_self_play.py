@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmarks.ours.kuhn_poker import KuhnPoker
 
+from registered import arrays_of
 from rl_setting import EXPERIENCE, TOKEN, Parts, RecordingClient, segment, serving, weights
 from shoal.actor import ActorClient, GameActor, RemoteClient, play
 from shoal.errors import ConfigError, Refused, RegistryError, SpecMismatch
@@ -181,7 +182,7 @@ def register_champion(*words: str, bias: float = 0.0) -> ActorLearnerSpec:
             each.zero_()
             if name == "policy.0.bias":
                 each[1] = bias
-    snapshot = WeightSnapshot.of(77, {name: each.numpy() for name, each in model.state_dict().items()})
+    snapshot = WeightSnapshot.of(77, arrays_of(model))
     register_policy(spec, experience, snapshot, "a-run", {"mean_return": 0.0, "steps": 1})
     return spec
 

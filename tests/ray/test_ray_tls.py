@@ -3,27 +3,24 @@
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from certificates import Authority
+from registered import register
 from shoal.cli import cli
 from shoal.client import Client, ConnectionLost
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.errors import ConfigError
 from shoal.flows.serving import record_endpoint
 from shoal.flows.serving_spec import ServingSpec
 from shoal.libs.grpc.methods import METHODS, SERVICE
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
 END_S = 300.0
 NAME = "encrypted"
-TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
+ROW = [[3.0] * 3]
 
 
 def say(*words: str) -> str:
@@ -37,18 +34,13 @@ def say(*words: str) -> str:
 def test_an_endpoint_that_is_reached_over_tls(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = WeightSnapshot.of(1, {"weight": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
-    factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
-    Registry().register(NAME, weights, model=factory, signature=Signature(inputs=[TENSOR], outputs=[TENSOR]))
+    register(NAME)
     authority = Authority(tmp_path)
-    files = authority.sign(days=0.5, begins_in_days=-1)
+    files = authority.sign()
     tls = {"certificate": files.certificate, "key": files.key}
     fields = {"num_cpus": 0.1, "host": "::", "tls": tls, "grpc_port": 0, "trusted_proxies": ["127.0.0.0/8"]}
     fields["ingress"] = "every_node"  # of which there is one
     spec = ServingSpec.parse({"models": [NAME], "endpoint": fields})
-    with pytest.raises(ConfigError, match="has expired"), record_endpoint(spec):
-        pass
-    authority.sign()
     with record_endpoint(spec) as endpoint:
         assert endpoint.url.startswith("https://localhost:")
         assert find_endpoint(NAME).url == endpoint.url
@@ -56,9 +48,9 @@ def test_an_endpoint_that_is_reached_over_tls(
             Client(endpoint.url, num_retries=0) as client,
             pytest.raises(ConnectionLost, match=r"CERTIFICATE.*--ca FILE"),
         ):
-            client.infer(NAME, [[3.0]])
+            client.infer(NAME, ROW)
         ca = ("--ca", str(authority.ca))
-        assert "3" in say("predict", NAME, "--input", "3", *ca)
+        assert "1.0" in say("predict", NAME, "--input", "3,3,3", *ca)
         assert "certificate: 29 days left" in say("serve", "status", NAME, "--once", *ca)
         monkeypatch.setenv("SHOAL_CA", str(authority.ca))
         with Client(endpoint.url, token=token_for(endpoint.url)) as client:
@@ -73,7 +65,7 @@ def test_an_endpoint_that_is_reached_over_tls(
             authority.sign(days=100)
 
             def get_status() -> EndpointStatus:
-                assert client.infer(NAME, [[3.0]])["x"] == 3.0
+                assert client.infer(NAME, ROW)["y"].tolist() == [[1.0, 1.0]]
                 return client.status()
 
             wait_for(lambda: days_remaining(get_status()) > 90, END_S, "the new certificate")
@@ -83,7 +75,7 @@ def test_an_endpoint_that_is_reached_over_tls(
             assert "endpoint.tls.key" in problem(get_status())
             assert "the replacement is not used" in say("serve", "status", NAME, "--once")
         with Client(endpoint.url, token=token_for(endpoint.url)) as client:  # connects anew
-            assert client.infer(NAME, [[3.0]])["x"] == 3.0
+            assert client.infer(NAME, ROW)["y"].tolist() == [[1.0, 1.0]]
             assert days_remaining(client.status()) > 90
 
 

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from leftovers import children_of
+from python_program import run_python
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.libs.forking.worker_start import FORK_VARIABLE, make_worker_start
 from waiting import wait_for
@@ -96,9 +97,8 @@ print("and ended")
 def test_without_a_fork_server_workers_live_on_and_without_a_raylet_the_head_ends_the_rest() -> None:
     script = WITHOUT_A_SERVER.replace("ray_workers", Path(__file__).stem)
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])
-    command = [sys.executable, "-c", script]
-    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=800)
-    assert ran.stdout.endswith("all lived on\nand ended\n"), ran.stdout + ran.stderr
+    said = run_python(script, env=os.environ | {"PYTHONPATH": path})
+    assert said.endswith("all lived on\nand ended\n"), said
 
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

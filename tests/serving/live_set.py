@@ -60,12 +60,11 @@ def live(
 async def infer(
     replica: EndpointReplica, *, poison: bool = False, version: int | None = None, rows: int = 1, **headers: str
 ) -> Asked:
-    """Ask; an answer must be all of the version that it names. `shoal_track="candidate"` is a header."""
+    """Ask; an answer must be all of the version that it names."""
     data = [ASKED, RAISE if poison else 0.0] * rows
     tensor = {"name": "x", "shape": [rows, 2], "datatype": "FP32", "data": data}
     path = "/v2/models/moody" + (f"/versions/{version}" if version is not None else "") + "/infer"
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    answer = await ask(replica, "POST", path, {"inputs": [tensor]}, named)
+    answer = await ask(replica, "POST", path, {"inputs": [tensor]}, **headers)
     if answer.status == 200:
         assert answer.body["outputs"][0]["data"] == [float(answer.version)] * rows
     return answer

@@ -68,13 +68,12 @@ class Asked:
         return int(self.headers.get(b"shoal-model-version", b"0"))
 
 
-async def ask(
-    replica: EndpointReplica, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
-) -> Asked:
-    """A request to a replica's application."""
+async def ask(replica: EndpointReplica, method: str, path: str, body: object = None, **headers: str) -> Asked:
+    """A request to a replica's application. `shoal_track="candidate"` is a header."""
     payload = b"" if body is None else json.dumps(body).encode()
-    status, named, content = await exchange(replica, method, path, headers or {}, payload)
-    pairs = {name.encode(): value.encode() for name, value in named.items()}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    status, answered, content = await exchange(replica, method, path, named, payload)
+    pairs = {name.encode(): value.encode() for name, value in answered.items()}
     return Asked(status, pairs, json.loads(content) if content else None)
 
 
@@ -102,11 +101,10 @@ async def exchange(
 async def infer(
     replica: EndpointReplica, model: str = "linear", *, rows: int = 1, version: int | None = None, **headers: str
 ) -> Asked:
-    """Ask for an inference; an answer must be all of the version it names. `shoal_track="candidate"` is a header."""
+    """Ask for an inference; an answer must be all of the version it names."""
     tensor = {"name": "x", "shape": [rows, 3], "datatype": "FP32", "data": [0.0] * 3 * rows}
     path = f"/v2/models/{model}" + (f"/versions/{version}" if version is not None else "") + "/infer"
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    answer = await ask(replica, "POST", path, {"inputs": [tensor]}, named)
+    answer = await ask(replica, "POST", path, {"inputs": [tensor]}, **headers)
     if answer.status == 200:
         assert set(answer.body["outputs"][0]["data"]) == {float(answer.version)}, answer.body
         assert answer.body["model_version"] == str(answer.version)
@@ -180,8 +178,8 @@ class ReplicaSet:
     def phase(self, model: str = "linear") -> str:
         return str(self.controller.state.models[model].rollout.phase)
 
-    async def administer(self, **change: Any) -> dict[str, Any]:
-        return await self.service.administer(change, "tester")
+    async def administer(self, action: str, model: str = "linear", **change: Any) -> dict[str, Any]:
+        return await self.service.administer({"action": action, "model": model, **change}, "tester")
 
     # -- what replicas ask of the controller, where it is not the service's method
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from registered import arrays_of
 from serving.replica_set import ask, serving_one
 from shoal.client.payload import decode_answer, encode_inputs
 from shoal.client.retry import Reply
@@ -61,7 +62,7 @@ def detect(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def weights(module: nn.Module) -> WeightSnapshot:
-    return WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
+    return WeightSnapshot.of(1, arrays_of(module))
 
 
 def split_first(options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:

@@ -58,7 +58,7 @@ async def canary_of(mood: float = FINE, percent: float = 50.0, action: str = "ca
     options = {"warm_up": False, "guard": {"max_latency_ratio": 1e6}}
     async with ReplicaSet("moody@1", model=options) as endpoint:
         await endpoint.start(2)
-        await endpoint.administer(action=action, model="moody", version=2, percent=percent)
+        await endpoint.administer(action, "moody", version=2, percent=percent)
         yield endpoint
 
 
@@ -222,7 +222,7 @@ async def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
     for version, its_mood in ((1, FINE), (2, mood)):
         Registry().register("moody", moody(version, its_mood), model=MOODY, signature=SIGNATURE)
     async with serving_one("moody@1", model={"guard": {"min_requests": 20, **guard}}) as (endpoint, replica):
-        await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
+        await endpoint.administer("shadow", "moody", version=2, percent=100)
         assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
         for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
             assert (await infer(replica)).version == 1
@@ -260,8 +260,7 @@ async def infer_rows(replica: EndpointReplica, *rows: Sequence[float], **headers
         "datatype": "FP32",
         "data": [value for row in rows for value in row],
     }
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    answer = await ask(replica, "POST", "/v2/models/faulty/infer_rows", {"inputs": [tensor]}, named)
+    answer = await ask(replica, "POST", "/v2/models/faulty/infer", {"inputs": [tensor]}, **headers)
     if answer.status == 200:
         assert answer.body["outputs"][0]["data"] == [value + answer.version for _, value in rows]
     return answer
@@ -338,7 +337,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_counted(
             inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
             traces.append(SimpleNamespace(submitted_ns=0, cancelled_status=499))
             call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
-            asked = asyncio.create_task(model.infer_rows(call))
+            asked = asyncio.create_task(model.infer(call))
             await asyncio.sleep(0)
             asked.cancel()
             await asyncio.wait([asked])

@@ -98,10 +98,21 @@ def make_predictor(monkeypatch: pytest.MonkeyPatch, **options: object) -> predic
     return predictor.Predictor(factory, Signature(inputs=specs[:1], outputs=specs[1:]), parsed)
 
 
-def test_every_version_has_its_graphs_before_it_serves(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = make_predictor(monkeypatch)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_every_version_has_its_graphs_before_it_serves(
+    compiles: bool, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they capture is the compiled forward, if it is."""
+    num_calls = []
+
+    def compile_eagerly(function: Callable[..., object]) -> Callable[..., object]:
+        return lambda *arguments: (num_calls.append(1), function(*arguments))[1]
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    subject = make_predictor(monkeypatch, compile=compiles)
     versions = [subject.load(WeightSnapshot.of(each, {"weight": np.full(2, each, np.float32)})) for each in (1, 2)]
     assert captures == [1, 2, 4, 8] * 2
+    assert (len(num_calls) >= len(captures)) == compiles
     for rows in range(1, 7):
         for model in versions:
             (answer,) = model.predict_batch([{"x": np.ones((rows, 2), np.float32)}])
@@ -137,27 +148,6 @@ def test_one_capture_at_a_time_which_other_threads_do_not_break(monkeypatch: pyt
     for each in threads:
         each.join()
     assert set(seen) == {(1, "a", "thread_local"), (1, "b", "thread_local")}
-
-
-def test_a_compiled_forward_is_what_its_graphs_capture(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    def compile_eagerly(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
-            compiled.append("call")
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
-    subject = make_predictor(monkeypatch, compile=True)
-    models = [subject.load(WeightSnapshot.of(each, {"weight": np.full(2, each, np.float32)})) for each in (1, 2)]
-    assert captures == [1, 2, 4, 8] * 2
-    assert len(compiled) >= len(captures)
-    for model in models:
-        (answer,) = model.predict_batch([{"x": np.ones((3, 2), np.float32)}])
-        assert answer["y"].tolist() == [[model.version] * 2] * 3
-    assert captures == [1, 2, 4, 8] * 2
 
 
 def test_a_model_that_cannot_be_captured_is_rejected_by_the_options_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ async def test_a_replica_that_comes_when_the_newest_weights_were_left_gets_those
 async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint: LiveSet) -> None:
     await endpoint.publish(moody(2))
     assert await everywhere(endpoint) == {2}
-    told = await endpoint.administer(action="rollback", model="moody", reason="it wobbles")
+    told = await endpoint.administer("rollback", "moody", reason="it wobbles")
     assert (told["pinned"], endpoint.versions("moody")) == (1, [1, 1])
     endpoint.store.publish(moody(3))
     assert await everywhere(endpoint) == {1}
@@ -81,7 +81,7 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
     assert (late.manager.is_ready, (await infer(late)).version) == (True, 1)
     endpoint.restart_controller()
     assert await everywhere(endpoint) == {1}
-    await endpoint.administer(action="promote", model="moody")
+    await endpoint.administer("promote", "moody")
     await until(lambda: endpoint.versions("moody") == [3, 3, 3])
     assert endpoint.entries() == [("pin", 1, 2, "tester"), ("follow", None, 1, "tester")]
     assert endpoint.controller.state.events[0].reason == "it wobbles"
@@ -92,7 +92,7 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
     for version in (2, 3):
         await endpoint.publish(moody(version))
         assert await everywhere(endpoint) == {version}
-    await endpoint.administer(action="rollback", model="moody", version=2)
+    await endpoint.administer("rollback", "moody", version=2)
     endpoint.giving.clear()
     late = endpoint.add("late")
     starting = asyncio.create_task(late.start())
@@ -138,11 +138,11 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     assert [line.partition(":")[0] for line in lines()] == ["moody@1 loaded", "moody@2 stable"]
     assert "share 100%" in lines()[1]
     assert lines()[1].endswith("follows a run")
-    await endpoint.administer(action="rollback", model="moody")
+    await endpoint.administer("rollback", "moody")
     await until(lambda: [line.partition(":")[0] for line in lines()] == ["moody@1 stable"])
     assert lines()[0].endswith("pinned at version 1 of a run")
     assert format_shares(seen(endpoint)) == "100% by 1 (stable), pinned at version 1 of a run"
-    await endpoint.administer(action="promote", model="moody")
+    await endpoint.administer("promote", "moody")
     await endpoint.publish(moody(3, RAISE))
     assert await everywhere(endpoint) <= {1, 2}
     await until(lambda: any(line.startswith("moody: ready; version 3 was rejected") for line in lines()))
@@ -152,7 +152,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
 async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
     follower = replica.manager.followers["moody"]
-    await endpoint.administer(action="delete", model="moody")
+    await endpoint.administer("delete", "moody")
     endpoint.store.publish(moody(2))
     await until(lambda: not follower.thread.is_alive)
     replica.check_health()
@@ -227,7 +227,7 @@ async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monk
         replica = endpoint.add()
         starting = asyncio.create_task(replica.start(10.0))
         await until(lambda: "live" in replica.manager._slots)
-        await endpoint.administer(action="delete", model="live")
+        await endpoint.administer("delete", "live")
         await starting
         release.set()
         [retired] = replica.manager._retired
@@ -261,7 +261,7 @@ async def answered(endpoint: LiveSet, num: int = 100, **headers: str) -> Counter
 
 @live(replicas=2)
 async def test_the_newest_gets_its_share_until_it_is_promoted(endpoint: LiveSet) -> None:
-    told = await endpoint.administer(action="canary", model="moody", percent=20, reason="carefully")
+    told = await endpoint.administer("canary", "moody", percent=20, reason="carefully")
     assert (told["pinned"], told["newest_percent"]) == (1, 20.0)
     assert await answered(endpoint) == {1: 200}  # there is nothing newer yet
     for version in (2, 3):
@@ -275,13 +275,13 @@ async def test_the_newest_gets_its_share_until_it_is_promoted(endpoint: LiveSet)
     shares = "80% by 1 (stable), 20% by 3 (candidate), pinned at version 1 of a run, beside its newest"
     await until(lambda: format_shares(seen(endpoint)) == shares)  # once both replicas have reported
     assert len(await answered(endpoint, 8, shoal_sticky="customer 17")) == 1
-    await endpoint.administer(action="canary", model="moody", percent=0)
+    await endpoint.administer("canary", "moody", percent=0)
     assert await answered(endpoint) == {1: 200}
     [late] = await endpoint.start()
     await until(lambda: candidates(endpoint) == [3, 3, 3])
     assert (await infer(late)).version == 1
     endpoint.restart_controller()
-    await endpoint.administer(action="promote", model="moody")
+    await endpoint.administer("promote", "moody")
     assert await everywhere(endpoint) == {3}
     assert [(kind, version, before) for kind, version, before, _ in endpoint.entries()] == [
         ("pin", 1, 1), ("canary", None, 1), ("canary", None, 1), ("follow", None, 1),
@@ -293,22 +293,22 @@ async def test_the_newest_gets_its_share_until_it_is_promoted(endpoint: LiveSet)
 async def test_rolled_back_what_was_pinned_answers_everything_and_a_second_time_does_nothing(endpoint: LiveSet) -> None:
     await endpoint.publish(moody(2))
     assert await everywhere(endpoint) == {2}
-    await endpoint.administer(action="canary", model="moody", percent=50)
+    await endpoint.administer("canary", "moody", percent=50)
     await beside(endpoint, 3)
     await until(lambda: seen(endpoint).candidate == 3)
     with pytest.raises(InferenceError, match="would leave the newest weights of its run, not version 2"):
-        await endpoint.administer(action="rollback", model="moody", from_version=2)
-    told = await endpoint.administer(action="rollback", model="moody", from_version=3)
+        await endpoint.administer("rollback", "moody", from_version=2)
+    told = await endpoint.administer("rollback", "moody", from_version=3)
     assert (told["pinned"], told["newest_percent"], candidates(endpoint)) == (2, None, [0, 0])
     assert await answered(endpoint) == {2: 200}
     endpoint.store.publish(moody(4))
     with pytest.raises(InferenceError, match="would leave version 2, not 3"):
-        await endpoint.administer(action="rollback", model="moody", from_version=3)
+        await endpoint.administer("rollback", "moody", from_version=3)
     assert await everywhere(endpoint) == {2}
     assert endpoint.entries()[-1] == ("rollback", 2, 3, "tester")
-    await endpoint.administer(action="canary", model="moody", percent=20)
+    await endpoint.administer("canary", "moody", percent=20)
     await until(lambda: seen(endpoint).candidate == 4)
-    told = await endpoint.administer(action="rollback", model="moody", version=4)  # the candidate is pinned
+    told = await endpoint.administer("rollback", "moody", version=4)  # the candidate is pinned
     assert (told["pinned"], told["newest_percent"], await everywhere(endpoint)) == (4, None, {4})
 
 
@@ -316,7 +316,7 @@ async def test_rolled_back_what_was_pinned_answers_everything_and_a_second_time_
 async def test_a_newest_version_that_fails_is_left_no_request_fails_and_the_next_one_gets_the_share(
     endpoint: LiveSet,
 ) -> None:
-    await endpoint.administer(action="canary", model="moody", percent=100)
+    await endpoint.administer("canary", "moody", percent=100)
     for version in (2, 3):
         await beside(endpoint, version, RAISE)
         assert await answered(endpoint, 8) == {1: 16}
@@ -329,7 +329,7 @@ async def test_a_newest_version_that_fails_is_left_no_request_fails_and_the_next
 
 @live(replicas=MAX_LOST_REPLICAS + 2)
 async def test_when_replicas_die_the_newest_loses_its_share(endpoint: LiveSet) -> None:
-    await endpoint.administer(action="canary", model="moody", percent=10)
+    await endpoint.administer("canary", "moody", percent=10)
     await beside(endpoint, 2)
     for name in list(endpoint.replicas)[1:]:
         await endpoint.kill(name)

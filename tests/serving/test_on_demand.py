@@ -147,23 +147,23 @@ async def test_a_body_that_arrives_while_its_model_makes_way_is_answered(endpoin
 @on_demand(num_replicas=1)
 async def test_the_path_between_replicas_takes_their_token(endpoint: ReplicaSet) -> None:
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0.0] * 3}
-    for token in ({}, {"shoal-peer": "guessed"}):
-        answer = await ask(endpoint.replicas["r1"], "POST", "/shoal/v1/peers/m0/infer", {"inputs": [tensor]}, token)
+    for token in ({}, {"shoal_peer": "guessed"}):
+        answer = await ask(endpoint.replicas["r1"], "POST", "/shoal/v1/peers/m0/infer", {"inputs": [tensor]}, **token)
         assert answer.status == 401
 
 
 @on_demand()
 async def test_a_version_and_a_track_reach_the_replica_that_has_the_model(endpoint: ReplicaSet) -> None:
     register("m0")
-    await endpoint.administer(action="deploy", model="m0", version=2)
+    await endpoint.administer("deploy", "m0", version=2)
     await until(lambda: loaded(endpoint) == ["m0"])  # on one replica: nothing is staged on the other
     await infer_everywhere(endpoint, "m0")
-    await endpoint.administer(action="canary", model="m0", version=1, percent=0)
+    await endpoint.administer("canary", "m0", version=1, percent=0)
     for replica in endpoint.replicas.values():
         assert (await infer(replica, "m0")).version == 2
         assert (await infer(replica, "m0", shoal_track="candidate")).version == 1
         assert (await infer(replica, "m0", version=1)).version == 1
-    await endpoint.administer(action="promote", model="m0")
+    await endpoint.administer("promote", "m0")
     assert {(await infer(replica, "m0")).version for replica in endpoint.replicas.values()} == {1}
 
 
@@ -183,15 +183,15 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
     await infer_everywhere(endpoint, "m0")
     register("m0")
     with refused(409, r"takes .* endpoint\.memory leaves"):
-        await endpoint.administer(action="canary", model="m0", version=2, percent=5)
-    await endpoint.administer(action="deploy", model="m0", version=2)
+        await endpoint.administer("canary", "m0", version=2, percent=5)
+    await endpoint.administer("deploy", "m0", version=2)
     assert endpoint.replicas["r1"].manager.get_model("m0").version == 2
     assert loaded(endpoint) == ["m0"]
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
     other = Signature(inputs=SIGNATURE.inputs, outputs=tensors(other=[-1, 2]))
     register("m0", signature=other)
     with pytest.raises(InferenceError, match="deploy it by another name"):
-        await endpoint.administer(action="deploy", model="m0", version=3)
+        await endpoint.administer("deploy", "m0", version=3)
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
 
 
@@ -203,11 +203,11 @@ async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet
     for _ in range(2):
         register("m0")
     with pytest.raises(InferenceError, match="cannot stage version 1"):
-        await endpoint.administer(action="canary", model="m0", version=2, percent=5)
+        await endpoint.administer("canary", "m0", version=2, percent=5)
     damage("m0", 3)
     with refused(409, r"version 3 .*weights\.safetensors"):
-        await endpoint.administer(action="deploy", model="m0", version=3)
-    await endpoint.administer(action="deploy", model="m0", version=2)
+        await endpoint.administer("deploy", "m0", version=3)
+    await endpoint.administer("deploy", "m0", version=2)
     assert loaded(endpoint) == ["m0"]  # before its first request
     assert (await infer(replica, "m0")).version == 2
 
@@ -216,7 +216,7 @@ async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet
 async def test_a_canary_survives_replicas_without_its_model(endpoint: ReplicaSet) -> None:
     register("m0")
     await infer_everywhere(endpoint, "m0")
-    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    await endpoint.administer("canary", "m0", version=2, percent=50)
     (holder,) = endpoint.controller.state.placement["m0"]
     for name in set(endpoint.replicas) - {holder}:
         await endpoint.kill(name)
@@ -228,7 +228,7 @@ async def test_a_canary_survives_replicas_without_its_model(endpoint: ReplicaSet
 async def test_a_replica_that_takes_over_a_canary_answers_once_it_has_both_versions(endpoint: ReplicaSet) -> None:
     register("m0")
     await infer_everywhere(endpoint, "m0")
-    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    await endpoint.administer("canary", "m0", version=2, percent=50)
     (holder,) = endpoint.controller.state.placement["m0"]
     await endpoint.kill(holder)
     (survivor,) = endpoint.replicas.values()
@@ -247,7 +247,7 @@ async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet
 @on_demand(num_replicas=1, fit=3)
 async def test_a_model_that_is_pinned_later_counts_once(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1")
-    await endpoint.administer(action="set", model="m0", options={"pin": True})
+    await endpoint.administer("set", "m0", options={"pin": True})
     await until(lambda: list(endpoint.controller.state.placement) == ["m1"])
     (memory,) = endpoint.controller.assignments._build_memory(set()).values()
     size_bytes = Registry().get("m0@1").manifest.size_bytes
@@ -368,8 +368,7 @@ def register_gated(folder: Path) -> None:
 
 def ask_gated(replica: EndpointReplica, name: str = "slow", **headers: str) -> asyncio.Task[Asked]:
     tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [0.0, 0.0]}
-    named = {header.replace("_", "-"): value for header, value in headers.items()}
-    return asyncio.create_task(ask(replica, "POST", f"/v2/models/{name}/infer", {"inputs": [tensor]}, named))
+    return asyncio.create_task(ask(replica, "POST", f"/v2/models/{name}/infer", {"inputs": [tensor]}, **headers))
 
 
 @on_demand(prepare=register_gated, models={"slow": {"max_queue_size": 4, "max_batch_size": 2}})

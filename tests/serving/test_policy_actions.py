@@ -81,7 +81,7 @@ async def test_a_request_or_a_version_says_how_the_policy_acts_and_a_seed_repeat
             answer = await act(endpoint, **parameters)
             assert answer.status == 400
             assert next(iter(parameters)) in answer.body["error"]
-        await endpoint.administer(action="deploy", model="policy", version=2, reason="it is mixed")
+        await endpoint.administer("deploy", "policy", version=2, reason="it is mixed")
         assert is_like_logits(await draw(endpoint))
         assert await draw(endpoint, action="best") == {2: 1000}
 
@@ -92,7 +92,7 @@ async def test_a_shadow_draws_the_same_actions() -> None:
 
     async with ReplicaSet("policy@1") as endpoint:
         await endpoint.start()
-        await endpoint.administer(action="shadow", model="policy", version=2, percent=100)
+        await endpoint.administer("shadow", "policy", version=2, percent=100)
         await draw(endpoint)
 
         def shadowed() -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Identity
 
 from refusals import refused
-from registered import tensors
+from registered import arrays_of, tensors
 from shoal.errors import ConfigError, WeightsError
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry.manifest import ModelFactory, Signature
@@ -182,7 +182,7 @@ def test_the_example_of_a_text_is_not_all_padding() -> None:
     spec = Signature(inputs=tensors(tokens=("INT64", [-1, 5])), outputs=tensors(y=ROW))
     factory = ModelFactory(factory=f"{__name__}:MeanOfTokens")
     served = Predictor(factory, spec, ModelOptions())
-    weights = {name: value.numpy() for name, value in MeanOfTokens().state_dict().items()}
+    weights = arrays_of(MeanOfTokens())
     assert served.load(WeightSnapshot.of(1, weights)).version == 1
 
 

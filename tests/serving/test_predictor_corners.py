@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from registered import tensors
+from registered import arrays_of, tensors
 from shoal.errors import ConfigError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.model import predictor as predictor_module
@@ -143,7 +143,7 @@ def predictor(module: str, shape: list[int], outputs: list[int] | None = None, *
 
 def test_a_number_among_the_weights_stays_one() -> None:
     module = Normed().eval()
-    arrays = {name: value.numpy() for name, value in module.state_dict().items()}
+    arrays = arrays_of(module)
     snapshot = WeightSnapshot.of(1, arrays)
     assert {name: value.shape for name, value in snapshot.tensors().items()} == {
         name: value.shape for name, value in arrays.items()
@@ -158,7 +158,7 @@ def versions_of(module: type[nn.Module]) -> list[tuple[nn.Module, WeightSnapshot
     for version in (1, 2):
         torch.manual_seed(version)
         network = module().eval()
-        arrays = {name: value.detach().numpy() for name, value in network.state_dict().items()}
+        arrays = arrays_of(network)
         made.append((network, WeightSnapshot.of(version, arrays)))
     return made
 
@@ -292,7 +292,7 @@ def test_auto_takes_a_device_that_answers(monkeypatch: pytest.MonkeyPatch, caplo
     with pytest.raises(WeightsError, match="missing"):
         subject.load(EMPTY)
     assert list(subject._templates) == ["cpu", "cuda"]
-    state = {name: value.numpy() for name, value in Normed().state_dict().items()}
+    state = arrays_of(Normed())
     (answer,) = subject.load(WeightSnapshot.of(2, state)).predict_batch([{"x": ROWS}])
     np.testing.assert_allclose(answer["y"], 2 * ROWS, rtol=1e-4)
     assert "cuda cannot be measured: it does not answer an example (the GPU's memory is too small for" in caplog.text

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from refusals import refused
+from registered import arrays_of
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Signature, TensorSignature
@@ -36,7 +37,7 @@ def predictor(
 
 
 def snapshot(module: nn.Module, version: int = 1) -> WeightSnapshot:
-    return WeightSnapshot.of(version, {name: value.numpy() for name, value in module.state_dict().items()})
+    return WeightSnapshot.of(version, arrays_of(module))
 
 
 class Wide(nn.Module):
@@ -128,7 +129,7 @@ class Scaled(nn.Module):
 
 def test_int8_is_refused_where_a_module_would_take_the_units_of_its_weights_for_them() -> None:
     subject = predictor(f"{__name__}:Scaled", [tensor("x", 256)], [tensor("y", 256)], precision="int8")
-    weights = {name: value.numpy() for name, value in Scaled().requires_grad_(False).state_dict().items()}
+    weights = arrays_of(Scaled().requires_grad_(False))
     with pytest.raises(WeightsError, match=r"cannot answer an example: .* has no attribute 'weight'"):
         subject.load(WeightSnapshot.of(1, weights))
 

@@ -18,6 +18,7 @@ from serving.replica_set import ReplicaSet, ask, infer, serving_one, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
+from shoal.open_inference.episodes import EpisodeRequest
 from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.model import device, predictor
 from shoal.serve.model.formats.template import Arrays, Forward, Template
@@ -34,6 +35,8 @@ async def test_a_replica_follows_weights_while_it_answers() -> None:
     async with serving_one(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as (endpoint, replica):
         assert (await infer(replica)).status == 503
         assert replica.report().models["linear"].latency == ()
+        with pytest.raises(InferenceError, match="learn_from_endpoint"):
+            await replica.manager.take_episode(EpisodeRequest("linear"))
         for version in (1, 2, 5):
             store.publish(constant(version))
             await until(lambda expected=version: endpoint.versions() == [expected])
@@ -70,7 +73,7 @@ async def test_a_name_as_hugging_face_has_them_holds_everywhere() -> None:
         assert wrong.status == 404
         assert name in wrong.body["error"]
         register(name)
-        await endpoint.administer(action="canary", model=name, version=2, percent=50)
+        await endpoint.administer("canary", name, version=2, percent=50)
         assert (await infer(replica, name, shoal_track="candidate")).version == 2
 
 
@@ -178,33 +181,33 @@ async def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_de
     for _ in range(3):
         register(aliases=["champion"])
     async with serving_one("linear@1") as (endpoint, replica):
-        await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+        await endpoint.administer("canary", version=2, percent=10)
         tried = weights_of(endpoint, 2)
-        await endpoint.administer(action="rollback", model="linear")
+        await endpoint.administer("rollback")
         await until(lambda: are_gone(tried), "a candidate that went")
-        await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+        await endpoint.administer("canary", version=2, percent=10)
         first, second = weights_of(endpoint, 1), weights_of(endpoint, 2)
-        await endpoint.administer(action="promote", model="linear")
+        await endpoint.administer("promote")
         await until(lambda: are_gone(first), "what was stable before")
-        await endpoint.administer(action="deploy", model="linear", version=3)
+        await endpoint.administer("deploy", version=3)
         await until(lambda: are_gone(second), "a candidate that was promoted")
         assert (await infer(replica)).version == 3
         third, hosted = weights_of(endpoint, 3), weakref.ref(replica.manager.get_model("linear"))
-        await endpoint.administer(action="delete", model="linear")
+        await endpoint.administer("delete")
         await until(lambda: are_gone(third, hosted), "a model that was deleted")
 
 
 @rollout(1)
 async def test_a_replica_that_missed_a_deletion_serves_a_model_as_it_was_deployed_anew(endpoint: ReplicaSet) -> None:
     register("other")
-    await endpoint.administer(action="deploy", model="other")
+    await endpoint.administer("deploy", "other")
     cut_off = endpoint.replicas["r3"]
     endpoint.dead.add("r3")  # for longer than its lease, and back when all is done
     endpoint.controller._last_seen_s["r3"] = -math.inf
     cut_off._follower._apply = lambda plan: None  # also for what it has asked before
     await until(lambda: list(endpoint.controller.reports) == ["r1", "r2"])
-    await endpoint.administer(action="delete", model="other")
-    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    await endpoint.administer("delete", "other")
+    await endpoint.administer("deploy", "other", options={"max_batch_size": 2})
     cut_off._follower._apply, cut_off._follower._known_generation = cut_off.manager.apply, -1
     endpoint.dead.discard("r3")
     await until(lambda: cut_off.manager._plan == endpoint.controller.plan and cut_off.manager.is_staged)
@@ -217,27 +220,27 @@ async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_t
     endpoint: ReplicaSet,
 ) -> None:
     register("other")
-    await endpoint.administer(action="deploy", model="other")
+    await endpoint.administer("deploy", "other")
     release, load = threading.Event(), RegisteredModel.load_package
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedModel, "is_idle", property(lambda hosted: release.is_set()))
         with pytest.raises(InferenceError, match="still answering"):
-            await endpoint.administer(action="delete", model="other", timeout_s=0.2)
+            await endpoint.administer("delete", "other", timeout_s=0.2)
         patch.setattr(
             RegisteredModel, "load_package", lambda source, version: release.wait(60) and load(source, version)
         )
-        deploying = asyncio.create_task(endpoint.administer(action="deploy", model="other", timeout_s=0.5))
+        deploying = asyncio.create_task(endpoint.administer("deploy", "other", timeout_s=0.5))
         with pytest.raises(InferenceError, match="was not ready after"):  # since no replica has it
             await deploying
         release.set()
-    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    await endpoint.administer("deploy", "other", options={"max_batch_size": 2})
     assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 2
 
 
 @rollout(1, replicas=1, guard=GuardOptions(max_latency_ratio=5.0), max_batch_size=8)
 async def test_options_of_one_model_leave_what_they_do_not_name_as_the_endpoint_has_it(endpoint: ReplicaSet) -> None:
     register("other")
-    await endpoint.administer(action="deploy", model="other", options={"guard": {"min_requests": 10}})
+    await endpoint.administer("deploy", "other", options={"guard": {"min_requests": 10}})
     options = endpoint.replicas["r1"].manager.get_model("other").options
     assert (options.guard.min_requests, options.guard.max_latency_ratio, options.max_batch_size) == (10, 5.0, 8)
 
@@ -323,7 +326,7 @@ async def test_a_replica_reports_whom_it_refused() -> None:
     register(aliases=("champion",))
     async with serving_one("linear@champion", token="the-token") as (_, replica):
         assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
-        assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
+        assert (await ask(replica, "GET", "/no-such-path", shoal_from="10.0.0.8")).status == 401
         assert replica.report().refused == (AuthFailure("", 401, 2, "10.0.0.8"),)
 
 

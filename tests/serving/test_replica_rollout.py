@@ -63,27 +63,27 @@ def spoil(version: int) -> Path:
 async def test_a_version_that_one_replica_cannot_stage_is_taken_by_none(endpoint: ReplicaSet) -> None:
     path = spoil(2)
     with refused(409, r"version 2 of 'linear' was not taken.*weights"):
-        await endpoint.administer(action="deploy", model="linear", version=2)
+        await endpoint.administer("deploy", version=2)
     assert await everywhere(endpoint) == {1: 120}
     assert endpoint.kinds()[-1] == "abandon"
     assert "cannot be read" in (seen := endpoint.status.describe_endpoint())["models"][0]["reason"]
     assert not any(replica["error"] for replica in seen["replicas"])  # nobody wants it any more
     os.rename(path.with_suffix(".kept"), path)
-    await endpoint.administer(action="deploy", model="linear", version=2)  # what failed once may be tried again
+    await endpoint.administer("deploy", version=2)  # what failed once may be tried again
     assert endpoint.versions() == [2, 2, 2]
 
 
 @rollout(1, 2, replicas=2)
 async def test_a_canary_gets_its_share_and_promotion_all(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="canary", model="linear", version=2, percent=25)
+    await endpoint.administer("canary", version=2, percent=25)
     counts = await everywhere(endpoint, 100)
     assert counts[1] + counts[2] == 200
     assert 46 <= counts[2] <= 54
     assert await everywhere(endpoint, shoal_track="candidate") == {2: 80}
     assert await everywhere(endpoint, shoal_track="stable") == {1: 80}
-    await endpoint.administer(action="canary", model="linear", version=2, percent=0)
+    await endpoint.administer("canary", version=2, percent=0)
     assert await everywhere(endpoint) == {1: 80}
-    await endpoint.administer(action="promote", model="linear")
+    await endpoint.administer("promote")
     assert await everywhere(endpoint) == {2: 80}
     assert await everywhere(endpoint, shoal_track="candidate") == {2: 80}  # there is no other side any more
     assert endpoint.kinds() == ["deploy", "canary", "canary", "promote"]
@@ -101,9 +101,9 @@ async def test_a_key_stays_on_its_side_in_every_replica_and_when_the_share_grows
             found[key] = versions.pop()
         return found
 
-    await endpoint.administer(action="canary", model="linear", version=2, percent=20)
+    await endpoint.administer("canary", version=2, percent=20)
     few = await sides()
-    await endpoint.administer(action="canary", model="linear", version=2, percent=60)
+    await endpoint.administer("canary", version=2, percent=60)
     many = await sides()
     assert {key for key in keys if few[key] == 2} < {key for key in keys if many[key] == 2}
     assert 8 <= sum(version == 2 for version in few.values()) <= 35
@@ -112,11 +112,11 @@ async def test_a_key_stays_on_its_side_in_every_replica_and_when_the_share_grows
 @rollout(1, 2, replicas=1)
 async def test_what_was_admitted_for_a_candidate_is_answered_when_it_goes(endpoint: ReplicaSet) -> None:
     [replica] = endpoint.replicas.values()
-    await endpoint.administer(action="canary", model="linear", version=2, percent=50)
+    await endpoint.administer("canary", version=2, percent=50)
     asked = [asyncio.create_task(infer(replica, shoal_track="candidate")) for _ in range(20)]
     by_number = [asyncio.create_task(infer(replica, version=2)) for _ in range(20)]
     await asyncio.sleep(0)  # all are admitted, none is answered
-    await endpoint.administer(action="rollback", model="linear", reason="no good")
+    await endpoint.administer("rollback", reason="no good")
     assert {answer.status for answer in await asyncio.gather(*asked, *by_number)} == {200}
     assert {(await each).version for each in by_number} == {2}
     assert await everywhere(endpoint) == {1: 40}
@@ -125,11 +125,11 @@ async def test_what_was_admitted_for_a_candidate_is_answered_when_it_goes(endpoi
 @rollout(1, 2, ref="linear@champion")
 async def test_promotion_and_rollback_move_the_alias_and_are_moved_by_it(endpoint: ReplicaSet) -> None:
     registry = Registry()
-    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    await endpoint.administer("canary", version=2, percent=10)
     assert registry.get("linear@champion").version == 1
-    await endpoint.administer(action="promote", model="linear")
+    await endpoint.administer("promote")
     assert registry.get("linear@champion").version == 2
-    await endpoint.administer(action="rollback", model="linear")
+    await endpoint.administer("rollback")
     assert (registry.get("linear@champion").version, endpoint.versions()) == (1, [1, 1, 1])
     registry.promote("linear@2", "champion")
     await until(lambda: endpoint.versions() == [2, 2, 2])
@@ -139,7 +139,7 @@ async def test_promotion_and_rollback_move_the_alias_and_are_moved_by_it(endpoin
 
 @rollout(1, 2, replicas=2)
 async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="shadow", model="linear", version=2, percent=50)
+    await endpoint.administer("shadow", version=2, percent=50)
     assert await everywhere(endpoint, 100) == {1: 200}
     for replica in endpoint.replicas.values():
         assert (await infer(replica, shoal_track="candidate")).version == 1
@@ -157,18 +157,18 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
     assert "differ 100.00%" in "".join(format_plain_lines(status(), ""))
     assert shadowed()["disagreed"] == shadowed()["compared"] <= 105
     assert endpoint.phase() == "canary"  # recorded only
-    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    await endpoint.administer("canary", version=2, percent=10)
     for replica in endpoint.replicas.values():  # it has a share now
         await until(lambda replica=replica: replica.manager.get_model("linear").router.percent == 10.0)
         assert (await infer(replica, shoal_track="candidate")).version == 2
-    await endpoint.administer(action="promote", model="linear", version=2)
+    await endpoint.administer("promote", version=2)
     await until(lambda: shadowed()["track"] == "stable")
     assert "differ 100.00%" not in "".join(format_plain_lines(status(), ""))
 
 
 @rollout(1, 2)
 async def test_a_replica_that_comes_late_has_all_that_answers_before_it_is_ready(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="canary", model="linear", version=2, percent=100)
+    await endpoint.administer("canary", version=2, percent=100)
     [late] = await endpoint.start()
     assert (late.manager.is_ready, (await infer(late)).version) == (True, 2)
     assert (await infer(late, shoal_track="stable")).version == 1
@@ -177,7 +177,7 @@ async def test_a_replica_that_comes_late_has_all_that_answers_before_it_is_ready
 @rollout(1, 2, replicas=1)
 async def test_a_late_replica_compares_the_candidate_with_the_stable_version(endpoint: ReplicaSet) -> None:
     """Its tensors must be the stable version's, and its answers to the example if it is built in another way."""
-    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    await endpoint.administer("canary", version=2, percent=10)
     loaded: list[tuple[int, bool]] = []
     load = VersionLoader.load_version
 
@@ -209,7 +209,7 @@ async def test_a_replica_that_dies_while_others_wait_for_it_holds_nobody_up(endp
     victim = endpoint.replicas["r3"]
     victim.manager.apply = lambda plan: None  # type: ignore[method-assign]  # it hears the plan and never acts
     victim._follower._apply = victim.manager.apply
-    deploying = asyncio.create_task(endpoint.administer(action="deploy", model="linear", version=2))
+    deploying = asyncio.create_task(endpoint.administer("deploy", version=2))
     await until(lambda: endpoint.phase() == "staging")
     await until(
         lambda: (
@@ -225,7 +225,7 @@ async def test_a_replica_that_dies_while_others_wait_for_it_holds_nobody_up(endp
 
 @rollout(1, 2)
 async def test_replicas_serve_without_their_controller_and_go_on_with_another(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="canary", model="linear", version=2, percent=100)
+    await endpoint.administer("canary", version=2, percent=100)
     endpoint.controller_away = True
     assert await everywhere(endpoint) == {2: 120}
     [replica, *_] = endpoint.replicas.values()
@@ -234,7 +234,7 @@ async def test_replicas_serve_without_their_controller_and_go_on_with_another(en
     endpoint.restart_controller()
     endpoint.controller_away = False
     assert endpoint.phase() == "canary"
-    await endpoint.administer(action="promote", model="linear")
+    await endpoint.administer("promote")
     assert endpoint.versions() == [2, 2, 2]
     assert endpoint.kinds() == ["deploy", "canary", "promote"]
 
@@ -268,7 +268,7 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
         return endpoint.status, slow.status
 
     with held_loads() as gate:
-        loading = asyncio.create_task(endpoint.administer(action="deploy", model="slow"))
+        loading = asyncio.create_task(endpoint.administer("deploy", "slow"))
         await until(lambda: "slow" in replica.manager._slots)
         assert await is_ready() == (200, 503)
         assert endpoint.status.describe_endpoint()["ready"]
@@ -302,7 +302,7 @@ async def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_mode
 async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -> None:
     register(signature=TWICE)
     with pytest.raises(InferenceError, match=r"other tensors .*\(not alike: y, z\)"):
-        await endpoint.administer(action="deploy", model="linear", version=2)
+        await endpoint.administer("deploy", version=2)
     assert endpoint.versions() == [1, 1, 1]
 
 
@@ -339,7 +339,7 @@ async def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: 
         replica.check_health()
         monkeypatch.setattr(RegisteredModel, "load_package", lambda source, version: release.wait(60))
         with pytest.raises(InferenceError, match="had not staged version 2 after"):
-            await endpoint.administer(action="deploy", model="linear", version=2)
+            await endpoint.administer("deploy", version=2)
         with pytest.raises(ShoalError, match="has been loading for"):
             replica.check_health()
         assert (await infer(replica)).version == 1
@@ -367,7 +367,7 @@ async def test_options_change_everywhere_without_a_failed_request(endpoint: Repl
     asking = asyncio.create_task(keep_asking())
     await until(lambda: answered > 10)
     status = await endpoint.administer(
-        action="set", model="linear", options={"max_batch_size": 2, "guard": {"min_requests": 7}}, reason="small"
+        "set", options={"max_batch_size": 2, "guard": {"min_requests": 7}}, reason="small"
     )
     await until(lambda then=answered: answered > then + 10)
     asking.cancel()
@@ -394,17 +394,17 @@ async def test_options_that_one_replica_cannot_serve_are_taken_by_none(endpoint:
     assert endpoint.controller.state.models["linear"].deployment.options["preprocess"] is None
     assert [replica.manager.find_startup_error() for replica in endpoint.replicas.values()] == ["", ""]  # they answer
     assert await everywhere(endpoint, 4) == {1: 8}
-    await endpoint.administer(action="set", model="linear", options={"max_batch_size": 4})  # nothing is in its way
+    await endpoint.administer("set", options={"max_batch_size": 4})  # nothing is in its way
     assert max_rows(endpoint) == [4, 4]
-    await endpoint.administer(action="deploy", model="linear", version=2)
+    await endpoint.administer("deploy", version=2)
     assert (endpoint.versions(), max_rows(endpoint)) == ([2, 2], [4, 4])
 
 
 @rollout(1, 2, replicas=2)
 async def test_a_version_is_deployed_with_other_options(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="deploy", model="linear", version=2, options={"max_batch_size": 2})
+    await endpoint.administer("deploy", version=2, options={"max_batch_size": 2})
     assert (endpoint.versions(), max_rows(endpoint)) == ([2, 2], [2, 2])
-    await endpoint.administer(action="rollback", model="linear")
+    await endpoint.administer("rollback")
     assert (endpoint.versions(), max_rows(endpoint)) == ([1, 1], [2, 2])
 
 
@@ -437,10 +437,10 @@ async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> No
     }
     for words, change in refused.items():
         with pytest.raises(InferenceError, match=words):
-            await endpoint.administer(action="set", **change)
-    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+            await endpoint.administer("set", **change)
+    await endpoint.administer("canary", version=2, percent=10)
     with pytest.raises(InferenceError, match="promote it or roll it back first"):
-        await endpoint.administer(action="set", model="linear", options={"max_batch_size": 2})
+        await endpoint.administer("set", options={"max_batch_size": 2})
     [replica] = endpoint.replicas.values()
     path, change = "/shoal/v1/rollout", {"action": "set", "model": "linear", "options": {"odd": 1}}
     assert (await ask(replica, "POST", path, change)).status == 400
@@ -450,14 +450,12 @@ async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> No
 async def test_another_version_is_deployed_while_one_loads_with_the_same_options(endpoint: ReplicaSet) -> None:
     options = {"max_batch_size": 2}
     with held_loads() as gate:
-        setting = asyncio.create_task(endpoint.administer(action="set", model="linear", options=options))
+        setting = asyncio.create_task(endpoint.administer("set", options=options))
         await until(lambda: endpoint.phase() == "staging")
-        await endpoint.administer(action="rollback", model="linear")
+        await endpoint.administer("rollback")
         with pytest.raises(InferenceError, match="was not taken: asked for"):
             await setting
-        deploying = asyncio.create_task(
-            endpoint.administer(action="deploy", model="linear", version=2, options=options, timeout_s=30)
-        )
+        deploying = asyncio.create_task(endpoint.administer("deploy", version=2, options=options, timeout_s=30))
         await until(lambda: endpoint.phase() == "staging")
         gate.set()
         await deploying
@@ -474,7 +472,7 @@ async def test_a_model_that_never_answered_is_deployed_with_other_options() -> N
         model.rollout = Rollout(attempt=model.rollout.attempt, refused=1, reason="another replica could not")
         endpoint.controller.store.commit()
         await until(lambda: not first.manager.get_model("linear").versions)
-        await endpoint.administer(action="deploy", model="linear", options={"max_batch_size": 2}, timeout_s=30)
+        await endpoint.administer("deploy", options={"max_batch_size": 2}, timeout_s=30)
         assert (endpoint.versions(), max_rows(endpoint)) == ([1], [2])
 
 
@@ -483,7 +481,7 @@ async def test_a_request_whose_body_arrives_after_a_change_is_answered(endpoint:
     """Its protocol has found the model before; that one has closed meanwhile."""
     [replica] = endpoint.replicas.values()
     before = replica.manager.get_model("linear")
-    await endpoint.administer(action="set", model="linear", options={"max_batch_size": 2})
+    await endpoint.administer("set", options={"max_batch_size": 2})
     await until(lambda: before._queue.closed)
     answer = await before.infer(InferCall({"x": np.zeros((1, 3), np.float32)}, 1))
     assert answer.outputs["y"].tolist() == [[1.0, 1.0]]

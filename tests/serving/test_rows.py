@@ -21,8 +21,7 @@ ANSWER = {"plan_name": "basic", "charge": 172.0, "share": {"no": 0.25, "yes": 0.
 
 
 async def ask_rows(replica: EndpointReplica, rows: object, path: str = "", **headers: str) -> Asked:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return await ask(replica, "POST", f"/v2/models/charges{path}/rows", rows, named)
+    return await ask(replica, "POST", f"/v2/models/charges{path}/rows", rows, **headers)
 
 
 async def test_a_row_is_answered_by_an_object_and_a_list_by_a_list() -> None:
@@ -104,16 +103,16 @@ async def test_every_version_encodes_by_itself_through_canary_promotion_and_roll
     register("plus", "basic", "gold")
     guard = GuardOptions(max_latency_ratio=1e9)
     async with serving_one("charges@1", model={"guard": guard}) as (endpoint, replica):
-        await endpoint.administer(action="canary", model="charges", version=2, percent=50)
+        await endpoint.administer("canary", "charges", version=2, percent=50)
         assert (await ask_rows(replica, ROW, "/versions/1")).body["charge"] == 172.0
         assert (await ask_rows(replica, ROW, "/versions/2")).body["charge"] == 272.0
         assert (await ask_rows(replica, ROW, shoal_track="candidate")).version == 2
         gold = {**ROW, "plan": "gold"}
         assert (await ask_rows(replica, gold, "/versions/2")).status == 200
         assert (await ask_rows(replica, gold, "/versions/1")).body["field"] == "plan"
-        await endpoint.administer(action="promote", model="charges")
+        await endpoint.administer("promote", "charges")
         assert (await ask_rows(replica, gold)).body["charge"] == 372.0
-        await endpoint.administer(action="rollback", model="charges")
+        await endpoint.administer("rollback", "charges")
         assert (await ask_rows(replica, gold)).body["field"] == "plan"
         assert (await ask_rows(replica, ROW)).body == ANSWER
 

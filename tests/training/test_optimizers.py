@@ -1,13 +1,12 @@
 """Which optimiser is made, fused or with rates by group; a Task's own does what it does in plain PyTorch."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -29,13 +28,6 @@ class _Own(Task):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         first, second = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.01}], momentum=0.0)
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _parameters(count: int = 2) -> list[nn.Parameter]:

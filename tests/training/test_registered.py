@@ -12,7 +12,7 @@ import torch
 
 import shoal
 import shoal.runs
-from registered import tensors
+from registered import arrays_of, tensors
 from shoal.errors import ConfigError
 from shoal.loaded.__main__ import main as loaded_main
 from shoal.registry import ModelFactory, Registry, Signature
@@ -194,7 +194,7 @@ def test_what_a_task_does_to_its_inputs_is_done_by_whoever_serves_it(
 
     def answer(served: ModelFactory, **options: object) -> np.ndarray:
         predictor = Predictor(served, signature, ModelOptions.parse(options))
-        state = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+        state = arrays_of(network)
         return predictor.load(WeightSnapshot.of(1, state)).predict_batch([{"input": rows}])[0]["output"]
 
     def raw(inputs: np.ndarray) -> np.ndarray:

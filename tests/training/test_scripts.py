@@ -1,13 +1,12 @@
 """Scripts and notebooks as people write them: each trains, registers, and its version is loaded where none of it is."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import shoal.runs
+from python_program import run_python
 
 HEAD = "import shoal, torch\nfrom torch import nn\n"
 TASK = """
@@ -136,18 +135,10 @@ for name in sys.argv[1:]:
 """
 
 
-def run_python(program: str, folder: Path, *arguments: str, given: str = "") -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=folder,
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert done.returncode == 0, done.stderr
-    assert lines, done.stderr
+def find_answers(program: str, folder: Path, *arguments: str, given: str = "") -> dict[str, float]:
+    said = run_python(program, *arguments, cwd=folder, input=given)
+    lines = [line.split() for line in said.splitlines() if line.startswith("ANSWER")]
+    assert lines, said
     return {name: float(answer) for _, name, answer in lines}
 
 
@@ -161,12 +152,12 @@ def test_a_script_of_any_shape_is_loaded_where_it_is_not(tmp_path: Path) -> None
             path = tmp_path / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    trained = run_python(RUN, tmp_path, given=json.dumps(shapes))
+    trained = find_answers(RUN, tmp_path, given=json.dumps(shapes))
     assert sorted(trained) == sorted(shapes)
     num_runs = len(shoal.runs.list_runs(100))
     for name in shapes:
         for file in sorted((tmp_path / name).rglob("*.py")):
             file.write_text("raise RuntimeError('what is registered needs no file')\n")
     (tmp_path / "elsewhere").mkdir()
-    assert run_python(LOAD, tmp_path / "elsewhere", *shapes) == trained
+    assert find_answers(LOAD, tmp_path / "elsewhere", *shapes) == trained
     assert len(shoal.runs.list_runs(100)) == num_runs, "to load a version trains nothing"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+from python_program import run_python
 from shoal.errors import ConfigError
 from shoal.plugins.library import find_libraries
 
@@ -47,8 +48,7 @@ def test_serve_is_a_function_also_when_its_room_was_imported_before() -> None:
     help_text = pydoc.render_doc(shoal.serve, renderer=pydoc.plaintext)
     assert "serve(*models: 'str', **fields: 'Any')" in help_text
     assert "`name@alias` (the endpoint follows it)" in help_text
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(program)
 
 
 PROGRAM = """

@@ -1,7 +1,6 @@
 """The factors of the film site: fold-in against oracles, what is learnt, versions on disk, and files with gaps."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from python_program import run_python
 from shoal.errors import DataError
 
 SITE = Path(__file__).parents[2] / "serve_apps" / "recommender"
@@ -213,10 +213,7 @@ for moment in range(1, 100):
 
 
 def test_a_process_killed_at_any_moment_of_writing_leaves_a_full_version(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_AT_EACH_SYNC, str(tmp_path / "models")]
-    done = subprocess.run(command, cwd=SITE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    moments, is_written = done.stdout.split()
+    moments, is_written = run_python(KILLED_AT_EACH_SYNC, str(tmp_path / "models"), cwd=SITE).split()
     assert int(moments) > 10  # eight arrays, the facts, folders and CURRENT, each killed at once
     assert is_written == "True"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from registered import tensors
+from registered import arrays_of, tensors
 from serving import table_model
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.libs.batch_predict.table_predictor import TablePredictor
@@ -187,9 +187,7 @@ class Scaled(nn.Module):
 
 def predict_table(module: nn.Module, signature: Signature, table: pa.Table, **options: Any) -> list[dict[str, Any]]:
     factory = ModelFactory(factory=f"{__name__}:{type(module).__name__}")
-    package = ModelPackage(
-        factory, signature, WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
-    )
+    package = ModelPackage(factory, signature, WeightSnapshot.of(1, arrays_of(module)))
     found: list[dict[str, Any]] = TablePredictor(package, ModelOptions.parse(options))(table).to_pylist()
     return found
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,37 +145,32 @@ def test_a_learner_that_has_restarted_clones_what_has_come_since(tmp_path: Path)
     assert (shown.take_cloning_steps(), shown.take_cloning_steps()) == (4, 0)
 
 
-def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("spoils", "words", "num_left"),
+    [
+        (lambda segment, others: segment.rewards[0] == 9.0, "^[^,]*000001 of actor is not finite", 1),
+        (lambda segment, others: len(others) > 1, "000000 of actor, .*000001 of actor is not finite", 0),
+    ],
+)
+def test_what_would_spoil_the_loss_alone_or_together_is_left_out(
+    spoils: Callable[..., bool], words: str, num_left: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     site = make_site(tmp_path)
     record(site, shown_segment(), shown_segment(rewards=np.full(8, 9.0, np.float32)))
     shown = Shown(site)
     shown.poll()
 
     def compute_log_pi(segments: Sequence[Segment]) -> torch.Tensor:
-        """As of a network that overflows with the second segment."""
-        return torch.cat([torch.full((8,), torch.nan if each.rewards[0] == 9.0 else -1.0) for each in segments])
+        """As of a network that overflows."""
+        return torch.cat([torch.full((8,), torch.nan if spoils(each, segments) else -1.0) for each in segments])
 
     assert shown.compute_loss(compute_log_pi, is_finite) is None
-    assert "000001 of actor is not finite" in caplog.text
-    result = shown.compute_loss(compute_log_pi, is_finite)
-    assert result is not None
-    assert result["learner/cloning_loss"] == 1.0
-
-
-def test_what_spoils_the_loss_only_together_is_left_out_together(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    site = make_site(tmp_path)
-    record(site, shown_segment(), shown_segment())
-    shown = Shown(site)
-    shown.poll()
-
-    def compute_log_pi(segments: Sequence[Segment]) -> torch.Tensor:
-        return torch.full((8,), torch.nan if len(segments) > 1 else -1.0)
-
-    assert shown.compute_loss(compute_log_pi, is_finite) is None
-    assert re.search("000000 of actor, .*000001 of actor is not finite", caplog.text)
-    assert len(shown.get_segments()) == 0
+    assert re.search(words, caplog.text, re.MULTILINE)
+    assert len(shown.get_segments()) == num_left
+    if num_left:
+        result = shown.compute_loss(compute_log_pi, is_finite)
+        assert result is not None
+        assert result["learner/cloning_loss"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["impala", "ppo"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from registered import tensors
+from registered import arrays_of, tensors
 from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.weights import WeightSnapshot
@@ -101,7 +101,7 @@ def register(
     **model: Any,
 ) -> None:
     factory = {"factory": f"{__name__}:{type(module).__name__}", **model}
-    state = {key: value.numpy() for key, value in module.state_dict().items()}
+    state = arrays_of(module)
     made = ModelFactory(**factory)
     Registry().register(name, WeightSnapshot.of(1, state), model=made, signature=signature, lineage=lineage)
 

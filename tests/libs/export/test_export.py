@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +31,7 @@ from libs.export.exported import (
     request,
     write,
 )
+from python_program import run_python
 from registered import tensors
 from serving import table_model
 from serving.asgi import Client
@@ -326,8 +325,7 @@ def test_an_export_loads_torch_for_a_conversion_alone() -> None:
     program = (
         "import sys, shoal.libs.export.command; print({'torch', 'ray', 'uvicorn', 'shoal.runs'} & sys.modules.keys())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert run_python(program) == "set()\n"
 
 
 def test_a_model_of_raw_rows_is_refused_with_what_serves_it() -> None:

@@ -17,7 +17,7 @@ from gymnasium import spaces
 import shoal.runs
 from libs.export.exported import Pair, register_file
 from libs.export.exported import register as register_module
-from registered import tensors
+from registered import arrays_of, tensors
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, register_policy
@@ -54,7 +54,7 @@ def register(observed: Any, acted: Any, has_masks: bool, *overrides: str, member
     model: Any = describe_policy_model(spec, experience)[0].build()
     for each in model.parameters():
         torch.nn.init.normal_(each, std=0.3)
-    weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
+    weights = arrays_of(model)
     normalizer = Normalizer(spec, experience)
     if (seen := normalizer._moments.get("observations")) is not None:
         seen.add(np.random.default_rng(0).normal(5, 3, (100, 5)))

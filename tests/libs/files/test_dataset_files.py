@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from PIL import Image
 from pyarrow import feather, ipc, parquet
 
+from python_program import run_python
 from shoal.data import Loader, LoaderSpec, fingerprint
 from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet, RayData
 from shoal.errors import ConfigError, DataError
@@ -479,5 +479,4 @@ def test_a_fingerprint_that_is_no_method_is_not_asked_for() -> None:
 def test_a_fingerprint_of_objects_is_the_same_in_every_process() -> None:
     script = "import test_dataset_files as t; print(t.fingerprint(t.a_dataset('a')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == fingerprint(a_dataset("a")), done.stderr
+    assert run_python(script, env=environment).strip() == fingerprint(a_dataset("a"))

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from random_policy import register_random
+from registered import arrays_of
 from shoal.actor.environment import make_environment
 from shoal.client import Answer
 from shoal.errors import ConfigError, MissingExtra
@@ -204,7 +205,7 @@ class _Client:
     def __init__(self, spec: ActorLearnerSpec) -> None:
         self.spec, _ = inspect_environment(spec)
         model: Any = describe_policy_model(spec, self.spec)[0].build()
-        self._weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
+        self._weights = arrays_of(model)
         self.version = 0
 
     def received_weights(self, than: int) -> Any:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from libs.grpc.asking import refused, request, served, until
+from python_program import run_python
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
 from serving.replica_server import LIMITS, exchange
@@ -216,5 +217,4 @@ from shoal.libs.grpc import inference_pb2
 Default().FindMessageTypeByName("inference.ModelInferRequest")
 print(inference_pb2.ModelInferRequest(model_name="a").model_name)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "a"
+    assert run_python(program) == "a\n"

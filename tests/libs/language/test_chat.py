@@ -16,7 +16,7 @@ from tiny_language import continue_greedily
 
 import shoal.runs
 from refusals import refused
-from registered import register
+from registered import arrays_of, register
 from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
@@ -44,7 +44,7 @@ def decoder(tmp_path: Path) -> Decoder:
     torch.manual_seed(0)
     made = Decoder(**SIZES).eval()  # type: ignore[arg-type]
     make_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
-    weights = WeightSnapshot.of(1, {name: each.detach().numpy() for name, each in made.state_dict().items()})
+    weights = WeightSnapshot.of(1, arrays_of(made))
     factory = ModelFactory(factory="shoal.models.decoder:Decoder", kwargs=SIZES)
     files = {each.name: each.read_bytes() for each in (tmp_path / "tokenizer").iterdir()}
     Registry().register("tiny", weights, model=factory, signature=Signature(**TENSORS), files=files)

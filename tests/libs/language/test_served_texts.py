@@ -6,7 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +18,7 @@ from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decod
 from torch import nn
 
 from refusals import refused
-from registered import register, tensors
+from registered import arrays_of, register, tensors
 from serving.replica_set import ReplicaSet, ask, exchange, infer, serving_one, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
@@ -48,17 +50,22 @@ SIGNATURE = Signature(
 )
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
-    return make_tokenizer_files(tmp_path_factory.mktemp("tokenizer"))
+@cache
+def list_files() -> Mapping[str, bytes]:
+    """Of the tokenizer."""
+    with TemporaryDirectory() as folder:
+        return make_tokenizer_files(Path(folder))
 
 
 def make_weights(seed: int) -> WeightSnapshot:
-    return WeightSnapshot.of(seed, {name: each.numpy() for name, each in make_decoder(seed).state_dict().items()})
+    return WeightSnapshot.of(seed, arrays_of(make_decoder(seed)))
 
 
-def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str, name: str = "tiny") -> ModelVersion:
+def register_decoder(
+    seed: int, *aliases: str, name: str = "tiny", files: Mapping[str, bytes] | None = None
+) -> ModelVersion:
     """The next version, with the weights of this seed."""
+    files = list_files() if files is None else files
     return Registry().register(
         name, make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
     )
@@ -93,8 +100,8 @@ async def begin(
     return [await anext(stream)], stream
 
 
-async def test_a_registered_version_writes_text_and_answers_tensors(files: Mapping[str, bytes]) -> None:
-    register_decoder(files, 1, "champion")
+async def test_a_registered_version_writes_text_and_answers_tensors() -> None:
+    register_decoder(1, "champion")
     register("linear")
     async with serving_one("tiny@champion", "linear@1") as (_, replica):
         assert [each.name for each in find_texts(replica).list(ANYONE)] == ["tiny"]  # the other is no language model
@@ -130,8 +137,8 @@ async def test_a_registered_version_writes_text_and_answers_tensors(files: Mappi
         assert replica.measure_load()["requests"] > 20
 
 
-async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, bytes]) -> None:
-    register_decoder(files, 1)
+async def test_wrong_requests_are_refused_before_a_token() -> None:
+    register_decoder(1)
     async with serving_one("tiny@1") as (_, replica):
         with pytest.raises(InferenceError, match="top_p") as wrong:
             await write(replica, sampling=Sampling(top_p=2.0))
@@ -160,8 +167,8 @@ async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
         assert paths == ["/v1/models", "/v1/models", "/chat/completions"]  # of a base_url without /v1
 
 
-async def test_a_page_of_another_origin_reads_streams_and_errors(files: Mapping[str, bytes]) -> None:
-    register_decoder(files, 1)
+async def test_a_page_of_another_origin_reads_streams_and_errors() -> None:
+    register_decoder(1)
     page, asked = "https://app.example", {"model": "tiny", "prompt": "Once", "stream": True, "max_tokens": 2}
     async with serving_one("tiny@1", allow_origins=[page]) as (_, replica):
         for method, path, body, status in [
@@ -186,7 +193,7 @@ async def test_a_page_of_another_origin_reads_streams_and_errors(files: Mapping[
 
 
 async def test_a_version_without_a_tokenizer_is_not_listed() -> None:
-    register_decoder({}, 1)
+    register_decoder(1, files={})
     async with serving_one("tiny@1") as (_, replica):
         assert find_texts(replica).list(ANYONE) == []
         with pytest.raises(InferenceError, match="no language model with a tokenizer"):
@@ -217,16 +224,14 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
     pace.allow(10_000)
 
 
-async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
-    files: Mapping[str, bytes], pace: Pace
-) -> None:
-    register_decoder(files, 1, "champion")
+async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(pace: Pace) -> None:
+    register_decoder(1, "champion")
     options = ModelOptions.model_validate({"text": {"swap": "refuse"}})
     async with serving_one(model_from_ref("tiny@champion", options)) as (_, replica):
         pace.allow(12)
         swaps: list[Swap | None] = ["continue", "finish", "refuse", None]
         streams = {each: await begin(replica, swap=each) for each in swaps}
-        register_decoder(files, 2)
+        register_decoder(2)
         Registry().promote("tiny@2")
         await until(lambda: served(replica).version == 2)
         pace.allow(1000)
@@ -248,11 +253,11 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
         assert replica.report().models["tiny"].counts.versions[1].statuses == {200: 1}  # type: ignore[union-attr]
 
 
-async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapping[str, bytes]) -> None:
-    register_decoder(files, 1)
-    register_decoder(files, 2)
+async def test_a_canary_computes_its_share_beside_the_stable_version() -> None:
+    register_decoder(1)
+    register_decoder(2)
     async with serving_one("tiny@1") as (endpoint, replica):
-        await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
+        await endpoint.administer("canary", "tiny", version=2, percent=50)
         await until(lambda: served(replica).router.candidate_version == 2)
         texts = await asyncio.gather(*[write(replica, max_tokens=3) for _ in range(8)])
         assert Counter(next(iter(versions_of(each))) for each in texts) == {1: 4, 2: 4}
@@ -267,20 +272,20 @@ async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapp
         streams = [await write(replica, TextCall(ANYONE, sticky="someone"), max_tokens=2) for _ in range(4)]
         assert len(set().union(*map(versions_of, streams))) == 1
         running, stream = await begin(replica, TextCall(ANYONE, version=2))
-        await endpoint.administer(action="rollback", model="tiny")
+        await endpoint.administer("rollback", "tiny")
         await until(lambda: served(replica).versions == [1])
         rest = [each async for each in stream]  # pinned: it ends as it began
         assert list_tokens(running + rest) == continue_greedily(make_decoder(2), PROMPT, 80)
 
 
 @asynccontextmanager
-async def canary_under_streams(files: Mapping[str, bytes], **guard: float) -> AsyncIterator[ReplicaSet]:
+async def canary_under_streams(**guard: float) -> AsyncIterator[ReplicaSet]:
     """A canary of half of the texts, and the stable version beside it."""
     for seed in (1, 2):
-        register_decoder(files, seed)
+        register_decoder(seed)
     model = {"text": {"slots": 4}, "guard": {"min_requests": 8, **guard}}
     async with serving_one("tiny@1", model=model) as (endpoint, replica):
-        await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
+        await endpoint.administer("canary", "tiny", version=2, percent=50)
         await until(lambda: served(replica).router.candidate_version == 2)
         yield endpoint
 
@@ -295,7 +300,7 @@ async def write_all(endpoint: ReplicaSet, num: int, **request: Any) -> list[Any]
 
 @pytest.mark.parametrize("fault", ["raises", "writes nonsense", "is slow"])
 async def test_a_canary_whose_texts_fail_or_come_slowly_is_rolled_back(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, fault: str
+    monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     step, record = SlotEngine.step, ServedModel.record_step
 
@@ -314,7 +319,7 @@ async def test_a_canary_whose_texts_fail_or_come_slowly_is_rolled_back(
         monkeypatch.setattr(ServedModel, "record_step", take_long)
     else:
         monkeypatch.setattr(SlotEngine, "step", fail)
-    async with canary_under_streams(files) as endpoint:
+    async with canary_under_streams() as endpoint:
         texts = await write_all(endpoint, 24, max_tokens=12)
         assert endpoint.phase("tiny") == "steady"
         event = endpoint.controller.state.events[-1]
@@ -329,10 +334,8 @@ async def test_a_canary_whose_texts_fail_or_come_slowly_is_rolled_back(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_stream_of_a_replica_that_ends_continues_at_another(
-    files: Mapping[str, bytes], pace: Pace, temperature: float
-) -> None:
-    register_decoder(files, 1)
+async def test_a_stream_of_a_replica_that_ends_continues_at_another(pace: Pace, temperature: float) -> None:
+    register_decoder(1)
     body: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
     body["temperature"] = temperature
 
@@ -361,11 +364,9 @@ async def test_a_stream_of_a_replica_that_ends_continues_at_another(
         assert rest[-1]["choices"][0]["shoal"]["spans"] == [[1, 40]]
 
 
-async def test_a_reader_that_is_too_slow_ends_alone(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_that_is_too_slow_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_engine, "MAX_UNREAD", 8)
-    register_decoder(files, 1)
+    register_decoder(1)
     async with serving_one("tiny@1") as (_, replica):
         _, slow = await begin(replica)
         assert len(await write(replica, max_tokens=40)) == 40
@@ -373,8 +374,8 @@ async def test_a_reader_that_is_too_slow_ends_alone(
             [_ async for _ in slow]
 
 
-async def test_tensors_of_another_model_wait_for_a_step_not_for_a_text(files: Mapping[str, bytes], pace: Pace) -> None:
-    register_decoder(files, 1)
+async def test_tensors_of_another_model_wait_for_a_step_not_for_a_text(pace: Pace) -> None:
+    register_decoder(1)
     register("linear")
     async with serving_one("tiny@1", "linear@1") as (_, replica):
         pace.allow(1000)
@@ -386,8 +387,8 @@ async def test_tensors_of_another_model_wait_for_a_step_not_for_a_text(files: Ma
         assert len([each async for each in stream]) == 79
 
 
-async def test_a_text_follows_live_weights(files: Mapping[str, bytes], pace: Pace, tmp_path: Path) -> None:
-    for name, content in files.items():
+async def test_a_text_follows_live_weights(pace: Pace, tmp_path: Path) -> None:
+    for name, content in list_files().items():
         (tmp_path / name).write_bytes(content)
     store = WeightStore()
     store.publish(make_weights(1))
@@ -406,10 +407,8 @@ async def test_a_text_follows_live_weights(files: Mapping[str, bytes], pace: Pac
         store.close()
 
 
-async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(
-    files: Mapping[str, bytes], pace: Pace
-) -> None:
-    register_decoder(files, 1)
+async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(pace: Pace) -> None:
+    register_decoder(1)
     register("linear")
     async with serving_one("linear@1", drain_s=0.2) as (endpoint, replica):
         await endpoint.service.load("tiny", {"version": "1"}, "tester")
@@ -425,9 +424,9 @@ async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(
 
 
 async def test_a_replica_that_ends_says_so_and_a_failed_step_ends_its_answers_alone(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_decoder(files, 1)
+    register_decoder(1)
     async with serving_one("tiny@1") as (_, replica):
         step = SlotEngine.step
 
@@ -477,16 +476,16 @@ async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_pa
 
 @pytest.mark.parametrize(("length", "expected"), [(None, 60), (80, 80), (1000, 96)])
 async def test_texts_are_as_long_as_half_of_the_memory_allows_or_as_they_are_to_be(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, length: int | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, length: int | None, expected: int
 ) -> None:
-    register_decoder(files, 1, "champion")
+    register_decoder(1, "champion")
     monkeypatch.setattr(prepared, "count_memory", lambda device: 2 * 60 * (4 + 2) * TOKEN_BYTES)
     async with serving_one("tiny@1", model={"text": {"slots": 4, "length": length}}) as (_, replica):
         assert get_text(replica).context == expected
 
 
-async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) -> None:
-    base = register_decoder(files, 1, "champion")
+async def test_adapters_of_a_base_write_beside_it() -> None:
+    base = register_decoder(1, "champion")
     first, second = (make_adapter("poet", base, seed) for seed in (1, 2))
     Registry().promote("poet@1")
     make_adapter("wide", base, 4, width=16)
@@ -527,12 +526,10 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
         assert counted == {200: 4}  # an adapter's answers count for its base
 
 
-async def test_of_many_adapters_those_leave_that_no_answer_needs(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_many_adapters_those_leave_that_no_answer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (text_engine, registered_adapters):
         monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
-    base = register_decoder(files, 1, "champion")
+    base = register_decoder(1, "champion")
     pairs = {name: make_adapter(name, base, seed) for seed, name in enumerate(("poet", "bard", "scribe"))}
     async with serving_one("tiny@1", model={"text": {"adapters": ["*"], "slots": 4}}) as (_, replica):
         expected = {name: continue_greedily(adapt(make_decoder(1), pair), PROMPT, 12) for name, pair in pairs.items()}
@@ -581,17 +578,15 @@ async def write_as(replica: EndpointReplica, name: str, call: TextCall) -> list[
     return [each async for each in find_texts(replica).get(name, ANYONE).generate(TextRequest(PROMPT), call)]
 
 
-async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
-    files: Mapping[str, bytes], tmp_path: Path
-) -> None:
+async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(tmp_path: Path) -> None:
     """Memory for one model at a time: each replica loads it, or has the other one answer."""
     from transformers import AutoTokenizer
 
     make_tokenizer_files(tmp_path)
     decode = AutoTokenizer.from_pretrained(tmp_path).decode
     sizes = [
-        register_decoder(files, 1).manifest.size_bytes,
-        register_decoder(files, 2, name="other").manifest.size_bytes,
+        register_decoder(1).manifest.size_bytes,
+        register_decoder(2, name="other").manifest.size_bytes,
     ]
     models = model_from_ref("tiny@1"), model_from_ref("other@1")
     async with ReplicaSet(*models, memory=max(sizes)) as endpoint:
@@ -608,7 +603,7 @@ async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
                 assert answer.body["choices"][0]["text"] == decode(expected[name])
                 assert answer.version == 1
         assert endpoint.num_forwarded >= 1
-        token = await ask(replicas[0], "POST", "/v1/completions", asked, {"shoal-peer": "guessed"})
+        token = await ask(replicas[0], "POST", "/v1/completions", asked, shoal_peer="guessed")
         assert token.status == 401
         unknown = await ask(replicas[0], "POST", "/v1/completions", asked | {"model": "nothing"})
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
@@ -616,8 +611,8 @@ async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace: Pace) -> None:
-    size = register_decoder(files, 1).manifest.size_bytes
+async def test_a_model_that_writes_is_not_idle(pace: Pace) -> None:
+    size = register_decoder(1).manifest.size_bytes
     async with serving_one("tiny@1", memory=2 * size) as (endpoint, replica):
         await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
         pace.allow(4)
@@ -632,12 +627,12 @@ async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace:
         assert (await answering)[0] == 200
 
 
-async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: Mapping[str, bytes]) -> None:
+async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens() -> None:
     for seed in (1, 2, 1):
-        register_decoder(files, seed)
+        register_decoder(seed)
     async with serving_one("tiny@1") as (endpoint, replica):
         for version, disagreed in ((2, 3), (3, 0)):
-            await endpoint.administer(action="shadow", model="tiny", version=version, percent=100)
+            await endpoint.administer("shadow", "tiny", version=version, percent=100)
             await until(lambda expected=version: served(replica).router.candidate_version == expected)
             for temperature in (0.0, 1.0, 1.0):
                 assert versions_of(await write(replica, max_tokens=6, sampling=Sampling(temperature))) == {1}
@@ -649,5 +644,5 @@ async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: M
             assert count().disagreed == disagreed
             written = served(replica).streams.list_metrics()["shoal_text_new_tokens_total"].value  # type: ignore
             assert written == 18 * (version - 1)  # those for callers alone
-            await endpoint.administer(action="rollback", model="tiny")
+            await endpoint.administer("rollback", "tiny")
             await until(lambda: not served(replica).router.candidate_version)

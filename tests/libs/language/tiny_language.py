@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,14 +59,19 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
 
-def make_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Those of a tokenizer of bytes, as transformers saves them: a folder that is written."""
+def make_byte_tokenizer(**words: str) -> Any:
+    """As transformers has it. words: its special tokens"""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={each: number for number, each in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **words)
+
+
+def make_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Those of a tokenizer of bytes, as transformers saves them: a folder that is written."""
+    make_byte_tokenizer().save_pretrained(folder)
     return {each.name: each.read_bytes() for each in folder.iterdir()}

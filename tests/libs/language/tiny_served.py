@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import uvicorn
-from tests.libs.language.tiny_language import copy_state
+from tests.libs.language.tiny_language import copy_state, make_byte_tokenizer
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.serve import HttpRequest, Send
@@ -38,14 +38,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 def make_tokenizer(template: str | None) -> Any:
     """Bytes, and three special tokens; the first ends an answer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    made = make_byte_tokenizer(eos_token="<|im_end|>")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "[TOOL_CALLS]"]})
     made.chat_template = template
     return made

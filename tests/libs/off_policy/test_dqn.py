@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from registered import arrays_of
 from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
@@ -107,7 +108,7 @@ def test_actors_choose_as_the_network_does(hidden: tuple[int, ...], dueling: boo
             parameter.normal_(0.0, 0.7 if parameter.ndim > 1 else 0.1)  # a large bias would decide for itself
     network.epsilon.zero_()
     policy = make_policy(spec.algorithm.describe_policy(hidden), seed=0, actor_id="actor-0")
-    policy.load(1, {name: tensor.numpy() for name, tensor in network.state_dict().items()})
+    policy.load(1, arrays_of(network))
     observations = np.random.default_rng(2).normal(size=(50, 4)).astype(np.float32)
     predicted = network.predict(torch.from_numpy(observations))
     assert [policy.act(each) for each in observations] == [(action, 0.0) for action in predicted["action"].tolist()]
@@ -133,7 +134,7 @@ def test_each_actor_explores_by_its_id_alone() -> None:
     spec = SPEC.algorithm.describe_policy(SPEC.hidden)
     network = QNetwork(4, 2, (8, 8))
     network.epsilon.fill_(0.4)
-    weights = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+    weights = arrays_of(network)
 
     def epsilon(actor_id: str, seed: int, stream: int = 0) -> float:
         policy = make_policy(spec, seed, actor_id)

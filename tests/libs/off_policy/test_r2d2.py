@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from registered import arrays_of
 from rl_setting import EXPERIENCE, random_batch
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
@@ -349,7 +350,7 @@ def test_bytes_rest_as_bytes_and_act_and_learn_as_numbers(space: gymnasium.space
 
     r2d2.model.epsilon.zero_()
     policy, state = make_policy(experience.policy), torch.zeros(1, SIZE)
-    policy.load(1, {name: tensor.numpy() for name, tensor in r2d2.model.state_dict().items()})
+    policy.load(1, arrays_of(r2d2.model))
     for observation in observations:
         row = torch.from_numpy(observation[None].astype(np.float32))  # as an endpoint receives it
         predicted = r2d2.model.predict(row, state)

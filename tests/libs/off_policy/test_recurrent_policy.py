@@ -13,6 +13,7 @@ import torch
 
 import recall_game
 import shoal
+from registered import arrays_of
 from rl_setting import EXPERIENCE, TOKEN, serving
 from shoal.actor.policy import make_policy
 from shoal.actor.recurrent_policy import RecurrentPolicy
@@ -45,16 +46,12 @@ def make_network(core: str = "gru", hidden: tuple[int, ...] = (8, 6), seed: int 
     return network
 
 
-def arrays(network: RecurrentQNetwork) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in network.state_dict().items()}
-
-
 def make(
     core: str = "gru", hidden: tuple[int, ...] = (8, 6), seed: int = 1
 ) -> tuple[RecurrentPolicy, RecurrentQNetwork]:
     network, policy = make_network(core, hidden, seed), make_policy(describe(core, hidden).policy, seed=0)
     assert isinstance(policy, RecurrentPolicy)
-    policy.load(1, arrays(network))
+    policy.load(1, arrays_of(network))
     return policy, network
 
 
@@ -119,7 +116,7 @@ def test_newer_weights_go_on_with_the_state() -> None:
     policy, network = make()
     policy.act(np.ones(4, np.float32))
     state = policy.get_extras()["state"].copy()
-    policy.load(2, {name: 2 * array for name, array in arrays(network).items()})
+    policy.load(2, {name: 2 * array for name, array in arrays_of(network).items()})
     assert policy.version == 2
     np.testing.assert_array_equal(policy.get_extras()["state"], state)
 
@@ -138,7 +135,7 @@ def test_newer_weights_go_on_with_the_state() -> None:
 )
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(name: str, array: np.ndarray | None) -> None:
     policy, network = make()
-    others = {each: found for each, found in arrays(network).items() if each != name}
+    others = {each: found for each, found in arrays_of(network).items() if each != name}
     with pytest.raises(WeightsError, match="version 2"):
         policy.load(2, others if array is None else {**others, name: array})
     assert policy.version == 1
@@ -244,7 +241,7 @@ def test_an_actor_critic_with_a_core_recalls(name: str, tmp_path: Path) -> None:
 def test_episodes_at_once_have_a_state_each_which_begins_with_zeros() -> None:
     torch.manual_seed(3)
     network = RecurrentQNetwork(**network_kwargs(SPEC, HALVES))
-    newest = WeightSnapshot.of(2, {name: tensor.numpy() for name, tensor in network.state_dict().items()})
+    newest = WeightSnapshot.of(2, arrays_of(network))
     observations = np.random.default_rng(1).uniform(-1, 1, (2, 11, 4)).astype(np.float32)
     with serving(experience=HALVES, queue_capacity=64) as parts:
         parts.store.publish(newest)

@@ -60,7 +60,7 @@ def test_files_are_learnt_recorded_registered_and_answered(
         source = RegisteredModel("tides", Registry().location)
         async with serving_one(EndpointModel("tides", source, "champion")) as (_, replica):
             tensor = {"name": "values", "shape": [1, 9], "datatype": "FP32", "data": history.tolist()}
-            answered = await ask(replica, "POST", "/v2/models/tides/infer", {"inputs": [tensor]}, {})
+            answered = await ask(replica, "POST", "/v2/models/tides/infer", {"inputs": [tensor]})
             assert answered.status == 200, answered.body
             (forecast,) = answered.body["outputs"][0]["data"]
             return float(forecast)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from python_program import run_python
 from shoal import runs
 from shoal.libs.tracking.event_files import EventFile
 from shoal.libs.tracking.follower import Follower, read_state
@@ -52,8 +53,7 @@ def test_a_run_is_in_mlflow_though_a_process_was_killed_while_it_made_the_databa
         for step in range(1, 13):
             recorder.log(step, {"train/loss": 1 / step, "learning rate": 0.1})
         recorder.record_model("lenet", 1, [])
-    done = subprocess.run([sys.executable, "-c", FOLLOW], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(FOLLOW)
     tracked = read_state(shoal_home / "runs" / "one", "mlflow").tracker_run
 
     with closing(sqlite3.connect(shoal_home / "mlflow.db")) as database:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from gated_forward import answer, requests_of, run, until
+from registered import arrays_of
 from shoal.batching.batcher import Batch, Batcher
 from shoal.errors import InferenceError, TreeError
 from shoal.libs.trees import planner
@@ -138,7 +139,7 @@ def served(per_node: bool = True, **options: Any) -> LoadedModel:
     hook = "shoal.libs.trees.syntax_tree:check_trees"
     chosen = ModelOptions.parse({"ragged": "pad", "pad_value": -1, "preprocess": hook, **options})
     factory = ModelFactory(factory="shoal.libs.trees.syntax_tree:TreeLSTM", kwargs={**SIZES, "per_node": per_node})
-    weights = {name: value.numpy() for name, value in fresh(per_node).state_dict().items()}
+    weights = arrays_of(fresh(per_node))
     return Predictor(factory, signature, chosen).load(WeightSnapshot.of(1, weights))
 
 
@@ -194,7 +195,7 @@ def test_other_precisions_leave_the_weights_that_a_cell_reads_itself(precision: 
     answers = []
     for each in ("fp32", precision):
         torch.manual_seed(0)
-        weights = {name: value.numpy() for name, value in TreeLSTM(**sizes).state_dict().items()}
+        weights = arrays_of(TreeLSTM(**sizes))
         factory = ModelFactory(factory="shoal.libs.trees.syntax_tree:TreeLSTM", kwargs=sizes)
         predictor = Predictor(factory, signature_of([-1, -1, 300]), ModelOptions(precision=each, warm_up=False))
         [answer_] = predictor.load(WeightSnapshot.of(1, weights)).predict_batch([as_request(CHAIN, FLAT)])

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
@@ -323,16 +322,8 @@ def test_a_state_needs_a_row_for_each_node() -> None:
 # -- as a module
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """This process is all of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @every_subject
-def test_distributed_data_parallel(subject: Subject, group: None) -> None:
+def test_distributed_data_parallel(subject: Subject, group_of_one: object) -> None:
     """Also with a parameter that no tree used: its gradient is 0 there, and the reduction does not wait for it."""
     trees = TreeBatch.from_parents(SMALL)
     rnn = TreeRNN(subject.make(2))

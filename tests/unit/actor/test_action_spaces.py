@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
+from registered import arrays_of
 from rl_setting import EXPERIENCE, segment
 from shoal.actor.environment import require_matching_spaces
 from shoal.actor.policy import MlpPolicy, make_policy
@@ -60,7 +61,7 @@ def make_model(experience: ExperienceSpec = BOX, log_std: float = 0.0) -> ActorC
 
 def load(model: ActorCritic, experience: ExperienceSpec = BOX, seed: int = 0, **changes: np.ndarray) -> MlpPolicy:
     policy = make_policy(experience.policy, seed, action_shape=experience.action.shape)
-    policy.load(1, {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()} | changes)
+    policy.load(1, arrays_of(model) | changes)
     return policy
 
 

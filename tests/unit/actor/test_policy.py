@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from registered import arrays_of
 from shoal.actor import MlpPolicy
 from shoal.errors import ConfigError, WeightsError
 from shoal.models.actor_critic import ActorCritic
@@ -15,10 +16,6 @@ from shoal.rl.spec import policy_spec
 from shoal.wire import PolicySpec
 
 ONE_LAYER = PolicySpec("mlp_categorical", "tanh", (("weight", "bias"),))
-
-
-def arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
 
 
 def model_with_large_weights(hidden: Sequence[int], num_actions: int = 3) -> ActorCritic:
@@ -66,7 +63,7 @@ def test_log_probabilities_are_those_of_the_learner_s_module(hidden: tuple[int, 
     so they differ by a few times 64 * 6e-8."""
     model = model_with_large_weights(hidden)
     policy = MlpPolicy(policy_spec(hidden), seed=3)
-    policy.load(1, arrays(model))
+    policy.load(1, arrays_of(model))
     rng = np.random.default_rng(5)
     for observation in rng.normal(size=(10, 4)).astype(np.float32) * 0.3:
         with torch.no_grad():
@@ -92,7 +89,7 @@ def test_the_rectifier() -> None:
 def test_acting_leaves_observation_and_weights_as_they_were() -> None:
     model = model_with_large_weights((8,))
     policy = MlpPolicy(policy_spec((8,)), seed=3)
-    loaded = arrays(model)
+    loaded = arrays_of(model)
     before = {name: array.copy() for name, array in loaded.items()}
     policy.load(1, loaded)
     observation = np.ones(4, np.float32)
@@ -151,8 +148,8 @@ def test_an_observation_of_another_kind_is_acted_on_as_the_learner_sees_it(kind:
 def test_a_version_is_applied_whole_or_not_at_all() -> None:
     model = model_with_large_weights((8,))
     policy = MlpPolicy(policy_spec((8,)), seed=1)
-    policy.load(3, arrays(model))
-    broken = {**arrays(model_with_large_weights((8,))), "policy.2.bias": np.zeros(7, np.float32)}
+    policy.load(3, arrays_of(model))
+    broken = {**arrays_of(model_with_large_weights((8,))), "policy.2.bias": np.zeros(7, np.float32)}
     observation = np.full(4, 0.2, np.float32)
     before = log_probabilities(policy, observation, 3)
     with pytest.raises(WeightsError):
@@ -174,7 +171,7 @@ def test_a_version_is_applied_whole_or_not_at_all() -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    tensors = {**arrays(model_with_large_weights((8,))), **change}
+    tensors = {**arrays_of(model_with_large_weights((8,))), **change}
     policy = MlpPolicy(policy_spec((8,)))
     with pytest.raises(WeightsError, match=message):
         policy.load(2, {name: array for name, array in tensors.items() if array is not None})

@@ -252,26 +252,18 @@ def test_the_earliest_deadline_goes_first_and_a_late_one_or_none_stands_at_its_p
     assert [batch.requests for batch in world.started[1:]] == [[soon], [late], [never]]
 
 
-def test_a_request_with_much_time_is_not_starved_by_those_without_a_deadline() -> None:
+@pytest.mark.parametrize(("patience_s", "num_batches"), [(30 * DEFAULT_DEADLINE_S, None), (None, 4.5)])
+def test_neither_who_has_much_time_nor_who_has_no_deadline_is_starved_by_the_other(
+    patience_s: float | None, num_batches: float | None
+) -> None:
     world = World(exact=True)
     world.submit(rows=MAX_BATCH)
-    patient = world.submit(rows=MAX_BATCH, within_s=30 * DEFAULT_DEADLINE_S)
+    patient = world.submit(rows=MAX_BATCH, within_s=patience_s)
+    within_s = num_batches and num_batches * world.seconds(MAX_BATCH)
     while not patient.end:
         assert world.now_s < DEFAULT_DEADLINE_S + 4 * world.seconds(MAX_BATCH), "it starves"
         for _ in range(3):
-            world.submit(rows=2)
-        world.advance(world.seconds(MAX_BATCH) / 2)
-    assert patient.end == "answered"
-
-
-def test_a_request_without_a_deadline_is_not_starved_by_those_with_one() -> None:
-    world = World(exact=True)
-    world.submit(rows=MAX_BATCH)
-    patient = world.submit(rows=MAX_BATCH)
-    while not patient.end:
-        assert world.now_s < DEFAULT_DEADLINE_S + 4 * world.seconds(MAX_BATCH), "it starves"
-        for _ in range(3):
-            world.submit(rows=2, within_s=4.5 * world.seconds(MAX_BATCH))
+            world.submit(rows=2, within_s=within_s)
         world.advance(world.seconds(MAX_BATCH) / 2)
     assert patient.end == "answered"
     assert world.ends()["answered"] > 20

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_setting import RecordingClient
 from shoal.actor import play
 from shoal.errors import ConfigError
 from shoal.flows.rl_metrics import combine_policies
@@ -17,22 +18,15 @@ from sign_game import SignGame
 STAY, DOWN = 0, 2
 
 
-class PolicyClient:
+class PolicyClient(RecordingClient):
     """A connection to the gateway of one policy, which always takes the same action; so do its past versions."""
-
-    actor_id = "actor-0"
-    finished = False
-    is_synchronous = False
-    run_id = "run.policy"
-    settings_version = 0
 
     def __init__(
         self, agents: tuple[str, ...], size: int, action: int, past: int | None = None, version: int = 1
     ) -> None:
         policy = PolicySpec("mlp_categorical", "tanh", (("policy.0.weight", "policy.0.bias"),))
         observation, actions = TensorSpec("float32", (size,), -1.0, 1.0), TensorSpec("int64", (), 0, 4)
-        self.spec = ExperienceSpec(observation, actions, 16, policy, (), past is not None, agents)
-        self.segments: list[Segment] = []
+        super().__init__(ExperienceSpec(observation, actions, 16, policy, (), past is not None, agents))
         self.opponents = {} if past is None else {3: self._make(past)}
         self._action, self._version = action, version
 
@@ -40,15 +34,8 @@ class PolicyClient:
         bias = np.where(np.arange(5) == action, 100.0, -100.0).astype(np.float32)
         return {"policy.0.weight": np.zeros((5, *self.spec.observation.shape), np.float32), "policy.0.bias": bias}
 
-    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
+    def wait_for_weights(self, *_: Any) -> tuple[int, dict[str, np.ndarray]]:
         return self._version, self._make(self._action)
-
-    def wait_for_opponents(self) -> None: ...
-
-    def newer_weights(self, than: int) -> None: ...
-
-    def send(self, segment: Segment, timeout_s: float | None) -> None:
-        self.segments.append(segment)
 
 
 def play_tag(*clients: PolicyClient, max_steps: int = 1200, num_envs: int = 2) -> None:

@@ -4,8 +4,6 @@ The policies of shoal.libs.off_policy are among them.
 """
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import shoal
+from python_program import run_python
 from random_policy import register_random
 from shoal.errors import ConfigError
 from shoal.loaded.policy import NumPyNetwork, TorchNetwork
@@ -195,6 +194,6 @@ import numpy as np, shoal
 shown = {"a": 1, "b": (np.array([1, 2]), np.array([0, 1, 1, 0])), "c": np.ones((2, 2))}
 print(shoal.load("game@champion").act(shown, deterministic=True))
 """
-    answered = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    answered = run_python(program)
     shown = {"a": 1, "b": (np.array([1, 2]), np.array([0, 1, 1, 0])), "c": np.ones((2, 2))}
-    assert int(answered.stdout) == shoal.load("game").act(shown, deterministic=True)
+    assert int(answered) == shoal.load("game").act(shown, deterministic=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -102,14 +101,6 @@ class OwnStep:
     def train_step(self, model: nn.Module, batch: Tensor) -> Tensor:
         found: Tensor = model(batch).mean()
         return found
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_the_exchange_of_a_tasks_own_step_is_timed(group_of_one: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
+from python_program import run_python
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry import registry as registry_module
@@ -191,8 +192,5 @@ print(json.dumps(grown))
 def test_no_process_holds_a_version_whole(tmp_path: Path) -> None:
     """Written, registered and read: 96 MiB of sixteen tensors, of which one or two are in memory."""
     each_bytes, num_tensors = 6 << 20, 16
-    command = [sys.executable, "-c", MEASURED, str(tmp_path), str(each_bytes), str(num_tensors)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    grown = json.loads(done.stdout)
+    grown = json.loads(run_python(MEASURED, str(tmp_path), str(each_bytes), str(num_tensors)))
     assert max(grown.values()) < each_bytes * num_tensors / 2, grown

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
+from registered import arrays_of
 from rl_setting import segment
 from shoal.actor.environment import make_environment
 from shoal.actor.policy import make_policy
@@ -46,7 +47,7 @@ def make_segment(experience: ExperienceSpec, algorithm: Any, seed: int = 0) -> t
     """Eight steps, each with a mask at random, as an actor plays them; and the actor's policy."""
     random = np.random.default_rng(seed)
     policy = make_policy(experience.policy, seed, action_shape=experience.action.shape)
-    policy.load(1, {name: each.detach().numpy() for name, each in algorithm.model.state_dict().items()})
+    policy.load(1, arrays_of(algorithm.model))
     masks = random.random((9, 5)) < 0.6
     masks[:, 1] = masks[:, 4] = True  # at least one choice of each number
     observations = random.uniform(-2, 2, (9, 4)).astype(np.float32)

@@ -1,8 +1,6 @@
 """Segments in groups in a store: none that was acknowledged is lost with the gateway's host, and none comes twice."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
+from python_program import run_python
 from rl_setting import EXPERIENCE, segment
 from shoal.errors import ConfigError, RunError, StoreError
 from shoal.rl.batch_lease import BatchLease
@@ -394,5 +393,4 @@ with ThreadPoolExecutor(8) as readers:
         begin = threading.Barrier(8)
         list(readers.map(lambda _: (begin.wait(), msgspec.convert(fields, segment_log.Group)), range(8)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(program)

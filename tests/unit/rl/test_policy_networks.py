@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
+from registered import arrays_of
 from rl_setting import segment
 from shoal.actor.policy import make_policy
 from shoal.actor.policy_networks import GraphNetwork, compute_features, load_kernels
@@ -42,10 +43,6 @@ def make_model(experience) -> ActorCritic:
     return model
 
 
-def arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("shape", [(10, 10, 4), (4, 84, 84), (21, 30, 3), (1, 7, 5), (3, 3, 3)])
 def test_an_actor_computes_what_the_learners_network_does(shape: tuple[int, ...]) -> None:
     """Tolerance: sums of a few hundred float32 products in another order."""
@@ -53,11 +50,11 @@ def test_an_actor_computes_what_the_learners_network_does(shape: tuple[int, ...]
     model = make_model(experience)
     frame = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     policy = make_policy(experience.policy, 0)
-    policy.load(1, arrays(model))
+    policy.load(1, arrays_of(model))
     with torch.no_grad():
         features = model.encoder(torch.from_numpy(frame)[None])[0].numpy()
         logits, _ = model(torch.from_numpy(frame)[None])
-    found = compute_features(frame[None], experience.policy, load_kernels(experience.policy, 1, arrays(model)))[0]
+    found = compute_features(frame[None], experience.policy, load_kernels(experience.policy, 1, arrays_of(model)))[0]
     np.testing.assert_allclose(found, features, rtol=1e-4, atol=1e-4)
     action, log_probability = policy.act(frame)
     assert log_probability == pytest.approx(torch.log_softmax(logits, -1)[0, action].item(), abs=1e-3)
@@ -68,7 +65,7 @@ def test_a_layer_is_that_of_the_page() -> None:
     experience = describe(12, 12, 2)
     model, x = make_model(experience), np.random.default_rng(1).integers(0, 256, (12, 12, 2), np.uint8)
     x = (x * np.float32(1 / 255)).transpose(2, 0, 1)
-    tensors = arrays(model)
+    tensors = arrays_of(model)
     for each in experience.policy.convolutions:
         weight = tensors[each.weight]
         bias = tensors[each.bias]
@@ -132,7 +129,7 @@ def test_an_algorithm_with_a_replay_learns_from_frames_as_bytes(name: str, actio
     assert algorithm._replay._arrays["observations"].dtype == np.uint8
     assert not torch.equal(algorithm.model.encoder.layers[0].weight, before["encoder.layers.0.weight"])
     policy = make_policy(experience.policy, 0, action_shape=experience.action.shape)
-    policy.load(1, {key: each.numpy() for key, each in algorithm.model.state_dict().items()})
+    policy.load(1, arrays_of(algorithm.model))
     with torch.no_grad():
         outputs = algorithm.model(torch.from_numpy(frames[:1]))
     action, log_probability = policy.act(frames[0])
@@ -147,7 +144,7 @@ def test_an_algorithm_with_a_replay_learns_from_frames_as_bytes(name: str, actio
 @pytest.mark.parametrize("change", [None, np.zeros((16, 4, 3), np.float32), np.zeros((16, 4, 3, 2), np.float32)])
 def test_kernels_that_do_not_fit_are_refused_by_name(change: np.ndarray | None) -> None:
     experience = describe(10, 10, 4)
-    tensors = {**arrays(make_model(experience)), "encoder.layers.0.weight": change}
+    tensors = {**arrays_of(make_model(experience)), "encoder.layers.0.weight": change}
     policy = make_policy(experience.policy, 0)
     with pytest.raises(WeightsError, match=r"encoder\.layers\.0\.weight"):
         policy.load(1, {name: each for name, each in tensors.items() if each is not None})
@@ -246,13 +243,13 @@ def test_an_actor_computes_what_the_learner_has_learned(case: str, tmp_path: Pat
     algorithm, random = make_algorithm(spec, experience), np.random.default_rng(0)
     shape, dtype = experience.observation.shape, experience.observation.numpy_dtype()
     seen = random.integers(0, 2, (9, *shape)).astype(dtype)
-    policy.load(1, arrays(algorithm.model))
+    policy.load(1, arrays_of(algorithm.model))
     taken = np.array([policy.act(each)[0] for each in seen[:8]])
     batch = ExperienceBatch.from_segments(1, [segment(8, observations=seen, actions=taken)] * 4)
-    before = {name: each.copy() for name, each in arrays(algorithm.model).items()}
+    before = {name: each.copy() for name, each in arrays_of(algorithm.model).items()}
     assert list(algorithm.update(batch))
-    assert any((each != before[name]).any() for name, each in arrays(algorithm.model).items())
-    policy.load(2, arrays(algorithm.model))
+    assert any((each != before[name]).any() for name, each in arrays_of(algorithm.model).items())
+    policy.load(2, arrays_of(algorithm.model))
     with torch.no_grad():
         found = algorithm.model(torch.from_numpy(seen[:1]))
     outputs = found[0] if isinstance(found, tuple) else found
@@ -372,7 +369,7 @@ def test_a_graph_that_onnxruntime_refuses_is_an_error_in_one_line() -> None:
 @pytest.mark.parametrize("change", [None, np.zeros((3, 16), np.float64), np.zeros((16, 3), np.float32)])
 def test_weights_that_do_not_fit_leave_the_old_ones(change: np.ndarray | None, tmp_path: Path) -> None:
     spec, experience = make_case(tmp_path, "impala")
-    policy, tensors = make_policy(experience.policy, 0), arrays(make_algorithm(spec, experience).model)
+    policy, tensors = make_policy(experience.policy, 0), arrays_of(make_algorithm(spec, experience).model)
     policy.load(1, tensors)
     changed = {**tensors, "network.module.first.weight": change}
     with pytest.raises(WeightsError, match=r"network\.module\.first\.weight"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
+from registered import arrays_of
 from rl_setting import EXPERIENCE, random_batch
 from shoal.actor.policy import make_policy
 from shoal.actor.segment_builder import SegmentBuilder
@@ -256,7 +257,7 @@ def make(kind: str = "categorical", core: str = "gru", **algorithm: object) -> t
 def play_episodes(algorithm: Impala | PPO, experience: ExperienceSpec, lengths: list[int]) -> ExperienceBatch:
     """One batch of all segments, by an actor with the algorithm's weights."""
     policy = make_policy(experience.policy, 0, action_shape=experience.action.shape)
-    policy.load(1, {name: tensor.numpy() for name, tensor in algorithm.model.state_dict().items()})
+    policy.load(1, arrays_of(algorithm.model))
     random, segments = np.random.default_rng(1), []
 
     def observe() -> np.ndarray:

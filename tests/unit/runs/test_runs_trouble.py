@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from python_program import run_python
 from shoal import runs
 from shoal.errors import ConfigError, MissingExtra, RunError
 from shoal.libs.tracking.event_files import TensorBoardMirror
@@ -373,6 +374,4 @@ with runs.create("job", "", "one") as run:
     run.log(1, {"x": 1.0})
 print([name for name in ("torch", "ray") if name in sys.modules])
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=True)
-    assert done.stdout == "[]\n[]\n"
+    assert run_python(script) == "[]\n[]\n"

@@ -171,21 +171,25 @@ class Cluster:
             assert plan is not None
             replica.hear(plan)
 
-    def ask(self, **change: Any) -> None:
+    def ask(self, action: str, **change: Any) -> None:
         """What an administrator asks; the answer may come many steps later, or never."""
-        self.asked.append(self.loop.create_task(self.administration.administer({"model": "m", **change}, "me")))
+        self.asked.append(
+            self.loop.create_task(self.administration.administer({"action": action, "model": "m", **change}, "me"))
+        )
         self.spin()
 
-    def change(self, **change: Any) -> int:
+    def change(self, action: str, **change: Any) -> int:
         """What an administrator asks, and all there is to do for it; the version that is stable then."""
-        self.ask(**change)
+        self.ask(action, **change)
         self.settle()
         return int(self.rollout.stable)
 
-    def refusal(self, **change: Any) -> InferenceError:
+    def refusal(self, action: str, **change: Any) -> InferenceError:
         """What an administrator is told who asks for what is refused at once."""
         with pytest.raises(InferenceError) as caught:
-            self.loop.run_until_complete(self.administration.administer({"model": "m", **change}, "me"))
+            self.loop.run_until_complete(
+                self.administration.administer({"action": action, "model": "m", **change}, "me")
+            )
         return caught.value
 
     def spin(self) -> None:

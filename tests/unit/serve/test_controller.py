@@ -51,7 +51,7 @@ def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Clust
             do(each)
 
     script = [
-        lambda: cluster.ask(action="deploy", version=2),
+        lambda: cluster.ask("deploy", version=2),
         lambda: all_do(cluster.poll),
         lambda: all_do(FakeReplica.stage_one),
         lambda: cluster.tell(replicas[0]),
@@ -85,7 +85,7 @@ def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with
 
 
 def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     known = cluster.controller.plan.generation
     cluster.file.remove()
     cluster.start_controller()
@@ -101,7 +101,7 @@ def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan
 def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Cluster, pad_value: float) -> None:
     options = ModelOptions(ragged="pad", pad_value=pad_value).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.start_controller()
     cluster.settle()
     assert cluster.rollout.phase is Phase.CANARY
@@ -123,16 +123,16 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
 def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
     cluster: Cluster,
 ) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "guard", "slow")
-    cluster.ask(action="promote", version=2)
+    cluster.ask("promote", version=2)
     for replica in cluster.replicas.values():
         cluster.tell(replica)  # before it has heard of either
     assert cluster.rollout.phase is Phase.STAGING
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     assert cluster.rollout.phase is Phase.CANARY
     for name in list(cluster.replicas):
         del cluster.replicas[name]
@@ -150,7 +150,7 @@ def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) 
 @pytest.mark.parametrize("dies", ["silently", "in order"])
 def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: Cluster, dies: str) -> None:
     """Serve starts others all the time, which load it too: nobody would ever answer again."""
-    cluster.ask(action="canary", version=2, percent=10)
+    cluster.ask("canary", version=2, percent=10)
     for _ in range(3):
         for name in list(cluster.replicas):
             del cluster.replicas[name]
@@ -169,7 +169,7 @@ def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: C
 
 def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
     """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     before = steps(cluster)
 
     async def leave_while_following() -> None:
@@ -190,12 +190,12 @@ def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> 
 
 
 def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     late = cluster.add()
     late.stage_one()
     cluster.tell(late)
     assert (late.is_ready, late.staged) == (True, {1})
-    cluster.ask(action="promote")
+    cluster.ask("promote")
     cluster.catalogue.promote("m", 2, "champion")  # nor does the alias go ahead
     cluster.controller.tick()
     assert cluster.rollout.phase is Phase.CANARY
@@ -204,7 +204,7 @@ def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cl
 
 
 def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.add().bad.add(2)
     cluster.settle()
     assert cluster.position == (Phase.STEADY, 1)
@@ -212,16 +212,16 @@ def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Clust
 
 
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.catalogue.away = True
-    assert "cannot be moved" in str(cluster.refusal(action="promote", timeout_s=1.0))
+    assert "cannot be moved" in str(cluster.refusal("promote", timeout_s=1.0))
     assert cluster.position == (Phase.CANARY, 1)
 
 
 def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.catalogue.promote("m", 2, "champion")
     looks = iter([2])
 
@@ -243,19 +243,19 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
     cluster: Cluster, phase: Phase
 ) -> None:
     """Its answer was lost, say: without the version, the second would go back from what had been stable."""
-    cluster.change(action="promote", version=2)
-    cluster.ask(action="canary", version=3, percent=10)
+    cluster.change("promote", version=2)
+    cluster.ask("canary", version=3, percent=10)
     if phase is Phase.CANARY:
         cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (phase, 2, 3)
-    cluster.change(action="rollback", from_version=3)
-    refused = cluster.refusal(action="rollback", from_version=3)
+    cluster.change("rollback", from_version=3)
+    refused = cluster.refusal("rollback", from_version=3)
     assert (refused.status, str(refused)) == (409, "a rollback of 'm' would leave version 2, not 3: see its status")
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.catalogue.stack) == (Phase.STEADY, 2, [1, 2])
-    cluster.change(action="rollback", from_version=2)
-    assert (cluster.rollout.stable, cluster.refusal(action="rollback", from_version=2).status) == (1, 409)
-    assert cluster.refusal(action="promote", version=3, from_version=1).status == 400
+    cluster.change("rollback", from_version=2)
+    assert (cluster.rollout.stable, cluster.refusal("rollback", from_version=2).status) == (1, 409)
+    assert cluster.refusal("promote", version=3, from_version=1).status == 400
 
 
 @pytest.mark.parametrize(
@@ -268,29 +268,21 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
 def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:
     options = ModelOptions(guard=GuardOptions(metric=looked_at)).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.change(action="canary", version=2, percent=10)
-    refusal = cluster.refusal(action="metric", metric="acuracy", value=0.1)
+    cluster.change("canary", version=2, percent=10)
+    refusal = cluster.refusal("metric", metric="acuracy", value=0.1)
     assert (refusal.status, refusal.message) == (400, words)
     assert cluster.rollout.phase is Phase.CANARY
 
 
-def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
+def test_status_says_how_many_replicas_there_are_to_be_where_each_is_and_which_forward_hangs(cluster: Cluster) -> None:
     first, *others = cluster.replicas.values()
-    cluster.controller.report(replace(first.report(), computing_s=12.3))
-    status = StatusReporter(cluster.controller).describe_endpoint()
-    said = {replica["id"]: replica["error"] for replica in status["replicas"]}
-    assert said == {first.name: "a forward has taken 12 s"} | {other.name: "" for other in others}
-
-
-def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is(cluster: Cluster) -> None:
-    first, *others = cluster.replicas.values()
-    cluster.controller.report(replace(first.report(), host="node-7"))
+    cluster.controller.report(replace(first.report(), host="node-7", computing_s=12.3))
     reporter = StatusReporter(cluster.controller, num_replicas=5)
     reporter.wanted = "3 more replicas wanted, waiting for nodes"
     status = reporter.describe_endpoint()
     assert (status["num_replicas"], status["wanted"]) == (5, "3 more replicas wanted, waiting for nodes")
-    said = {replica["id"]: replica["host"] for replica in status["replicas"]}
-    assert said == {first.name: "node-7"} | {other.name: "" for other in others}
+    said = {replica["id"]: (replica["host"], replica["error"]) for replica in status["replicas"]}
+    assert said == {first.name: ("node-7", "a forward has taken 12 s")} | {other.name: ("", "") for other in others}
 
 
 def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster: Cluster) -> None:
@@ -337,13 +329,13 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
 
 
 def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:
-    cluster.change(action="shadow", version=2, percent=20)
+    cluster.change("shadow", version=2, percent=20)
     assert cluster.rollout.phase is Phase.CANARY
-    cluster.change(action="shadow", version=2, percent=0)
+    cluster.change("shadow", version=2, percent=0)
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (Phase.STEADY, 1, 0)
-    cluster.change(action="canary", version=3, percent=10)
+    cluster.change("canary", version=3, percent=10)
     for percent in (20, 0):
-        cluster.change(action="shadow", percent=percent)
+        cluster.change("shadow", percent=percent)
         assert cluster.rollout.shares == TrafficShares(10, percent)
 
 
@@ -420,7 +412,7 @@ def test_a_controller_on_a_full_disk_goes_on_and_its_state_is_written_at_the_nex
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        cluster.change(action="promote", version=2)
+        cluster.change("promote", version=2)
         assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
     cluster.controller.tick()
     cluster.start_controller()

@@ -35,8 +35,8 @@ def cluster(tmp_path: Path) -> Any:
 
 
 def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=4, percent=10)
-    cluster.change(action="rollback")
+    cluster.change("canary", version=4, percent=10)
+    cluster.change("rollback")
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 4)
     cluster.catalogue.stack.append(4)
     cluster.settle()
@@ -44,11 +44,11 @@ def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluste
 
 
 def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cluster) -> None:
-    cluster.change(action="canary", version=4, percent=10)
+    cluster.change("canary", version=4, percent=10)
     cluster.catalogue.stack.append(3)  # which waits for the canary's end
     cluster.settle()
     assert cluster.position == (Phase.CANARY, 1)
-    cluster.ask(action="rollback", from_version=4)
+    cluster.ask("rollback", from_version=4)
     for replica in cluster.replicas.values():
         cluster.poll(replica)
         cluster.tell(replica)
@@ -139,7 +139,7 @@ def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(
         raise ConfigError("alias", "latest", "is taken", "choose another")
 
     monkeypatch.setattr(cluster.catalogue, "promote", refuse)
-    cluster.change(action="promote", version=2)
+    cluster.change("promote", version=2)
     assert cluster.position == (Phase.STEADY, 1)
     assert "cannot be moved" in cluster.rollout.reason
 
@@ -149,7 +149,7 @@ def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_mor
     for replica in cluster.replicas.values():
         replica.bad = {2}
     cluster.controller.remove_model("m", "me", "")
-    cluster.ask(action="deploy", version=2)
+    cluster.ask("deploy", version=2)
     cluster.asked.pop().cancel()
     cluster.start_controller()
     assert [*cluster.controller.state.models] == ["m"]
@@ -170,7 +170,7 @@ def kinds(cluster: Cluster) -> list[tuple[str, int | None]]:
 def test_a_rollback_does_not_go_back_to_another_version_when_the_alias_is_moved_meanwhile(cluster: Cluster) -> None:
     cluster.catalogue.stack = [2, 4]
     cluster.settle()
-    cluster.ask(action="rollback", from_version=4)
+    cluster.ask("rollback", from_version=4)
     assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
     cluster.catalogue.promote("m", 3, "champion")
     cluster.settle()
@@ -193,8 +193,8 @@ def test_a_version_that_was_withdrawn_while_it_was_loaded_never_answers(cluster:
 def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: Cluster) -> None:
     cluster.catalogue.promote("m", 4, "champion")
     cluster.controller.tick()
-    cluster.ask(action="rollback", from_version=4)
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.ask("rollback", from_version=4)
+    cluster.change("canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
     assert cluster.position == (Phase.STEADY, 1)
@@ -208,7 +208,7 @@ def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: C
 def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it_fails(cluster: Cluster) -> None:
     for replica in cluster.replicas.values():
         replica.bad = {4}
-    cluster.ask(action="deploy", version=4, timeout_s=0.001)
+    cluster.ask("deploy", version=4, timeout_s=0.001)
     cluster.loop.run_until_complete(asyncio.sleep(0.02))
     cluster.settle()
     assert cluster.controller.state.models["m"].deployment.version == "champion"
@@ -218,10 +218,10 @@ def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it
 
 
 def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandoned(cluster: Cluster) -> None:
-    cluster.change(action="deploy", version=1)
+    cluster.change("deploy", version=1)
     for replica in cluster.replicas.values():
         replica.bad = {2}
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     assert cluster.rollout.refused == 2
     assert cluster.controller.state.models["m"].deployment.version == "1"
 
@@ -229,7 +229,7 @@ def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandone
 @pytest.mark.parametrize("action", ["deploy", "promote"])
 def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
     if action == "promote":
-        cluster.change(action="canary", version=2, percent=10)
+        cluster.change("canary", version=2, percent=10)
         cluster.add()  # which has to load the candidate first
     change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
     waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
@@ -251,7 +251,7 @@ def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_n
 
 def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(cluster: Cluster) -> None:
     """None of them is ready until it has the new model too; an endpoint that scales down stops them in order."""
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     for name, replica in list(cluster.replicas.items()):
         replica.is_ready = False
         cluster.tell(replica)
@@ -264,9 +264,9 @@ def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(clu
 
 def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -> None:
     """Who ends it twice does not open a candidate for whoever asks for one."""
-    cluster.change(action="shadow", version=2, percent=0)
+    cluster.change("shadow", version=2, percent=0)
     assert (cluster.rollout.phase, cluster.rollout.attempt) == (Phase.STEADY, 1)
-    refusal = cluster.refusal(action="shadow", version=2, percent=0)
+    refusal = cluster.refusal("shadow", version=2, percent=0)
     assert (refusal.status, str(refusal)) == (409, "model 'm' has no shadow that could end: see its status")
 
 
@@ -289,16 +289,16 @@ def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, w
     cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
     cluster.settle()
     for version in (2, 3, 4):
-        assert cluster.change(action="promote", version=version) == version
-    assert [cluster.change(action="rollback") for _ in range(2)] == [3, 2]
-    assert cluster.change(action="promote", version=3) == 3  # no longer withdrawn
-    assert cluster.change(action="promote", version=2) == 2
-    assert cluster.change(action="rollback") == 3
+        assert cluster.change("promote", version=version) == version
+    assert [cluster.change("rollback") for _ in range(2)] == [3, 2]
+    assert cluster.change("promote", version=3) == 3  # no longer withdrawn
+    assert cluster.change("promote", version=2) == 2
+    assert cluster.change("rollback") == 3
     cluster.start_controller()  # which reads its file
     cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
     cluster.settle()
-    assert cluster.change(action="rollback") == 1  # 2 was withdrawn
-    refused = cluster.refusal(action="rollback")
+    assert cluster.change("rollback") == 1  # 2 was withdrawn
+    refused = cluster.refusal("rollback")
     assert (refused.status, cluster.rollout.stable) == (409, 1)
 
 
@@ -306,23 +306,23 @@ def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(
     cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
     cluster.settle()
     for version in (2, 3):
-        cluster.change(action="promote", version=version)
-    cluster.change(action="shadow", version=2, percent=10)
-    cluster.change(action="rollback")  # the end of a shadow says nothing against it
+        cluster.change("promote", version=version)
+    cluster.change("shadow", version=2, percent=10)
+    cluster.change("rollback")  # the end of a shadow says nothing against it
     assert cluster.rollout.previous == 2
-    cluster.change(action="canary", version=2, percent=10)
+    cluster.change("canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
-    assert cluster.change(action="rollback") == 1
+    assert cluster.change("rollback") == 1
 
 
 def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_there_is_another(cluster: Cluster) -> None:
-    cluster.change(action="deploy", model="m@latest")
+    cluster.change("deploy", model="m@latest")
     assert cluster.controller.state.models["m"].deployment.version == "latest"
     cluster.catalogue.newest = 3
     cluster.settle()
     assert cluster.rollout.stable == 3
-    assert cluster.change(action="rollback") == 1
+    assert cluster.change("rollback") == 1
     cluster.catalogue.newest = 4
     cluster.settle()
     assert (cluster.rollout.stable, cluster.catalogue.stack) == (4, [1])

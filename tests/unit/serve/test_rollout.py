@@ -248,19 +248,19 @@ class RolloutMachine(RuleBasedStateMachine):
 
     @rule(version=st.sampled_from(VERSIONS), action=st.sampled_from(["deploy", "promote"]))
     def another_version_is_asked_for(self, version: int, action: str) -> None:
-        self.cluster.ask(action=action, version=version)
+        self.cluster.ask(action, version=version)
 
     @rule(version=st.sampled_from(VERSIONS), percent=st.sampled_from([0, 10, 100]), shadow=st.booleans())
     def a_candidate_is_asked_for(self, version: int, percent: int, shadow: bool) -> None:
-        self.cluster.ask(action="shadow" if shadow else "canary", version=version, percent=percent)
+        self.cluster.ask("shadow" if shadow else "canary", version=version, percent=percent)
 
     @rule()
     def the_candidate_is_promoted(self) -> None:
-        self.cluster.ask(action="promote")
+        self.cluster.ask("promote")
 
     @rule()
     def it_is_rolled_back(self) -> None:
-        self.cluster.ask(action="rollback")
+        self.cluster.ask("rollback")
 
     @rule(version=st.sampled_from(VERSIONS))
     def the_alias_is_moved(self, version: int) -> None:

@@ -1,13 +1,12 @@
 """Weights in memory that other processes map: the same arrays, one copy, and what cannot be opened."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from python_program import run_python
 from shoal.channel.memory import MemoryAddress, map_memory
 from shoal.errors import WeightsError
 from shoal.weights import WeightSnapshot, decode_tensors, encode_tensors
@@ -68,8 +67,7 @@ try:
 except PermissionError as error:
     print("sealed")
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.split("\n")[:2] == ["[5, 5, 5]", "sealed"]
+    assert run_python(program).split("\n")[:2] == ["[5, 5, 5]", "sealed"]
     payloads.close()
 
 
