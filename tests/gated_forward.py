@@ -88,6 +88,13 @@ async def answer(queue: BatchQueue[Any, Any, Any], request: object, num_rows: in
     return (await queue.submit(request, num_rows, **{"group": None, **words})).outputs
 
 
+async def occupy(forward: GatedForward, queue: Queue) -> asyncio.Task[Any]:
+    """Request 0, which is being computed."""
+    asked = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    return asked
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():

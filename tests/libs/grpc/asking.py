@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -68,9 +68,16 @@ def raw(model: str = "m", *arrays: np.ndarray, **fields: Any) -> pb.ModelInferRe
 
 def request(num_rows: int = 1, model: str = "m", **fields: Any) -> pb.ModelInferRequest:
     """A request of `num_rows` rows of three zeros, raw, without an array."""
-    made = pb.ModelInferRequest(model_name=model, raw_input_contents=[bytes(12 * num_rows)], **fields)
-    made.inputs.add(name="x", datatype="FP32", shape=[num_rows, 3])
-    return made
+    return typed(model, shape=[num_rows, 3], raw_input_contents=[bytes(12 * num_rows)], **fields)
+
+
+def typed(
+    model: str = "m", datatype: str = "FP32", shape: Sequence[int] = (2, 3), **fields: Any
+) -> pb.ModelInferRequest:
+    """A request with one input `x`, without values."""
+    request = pb.ModelInferRequest(model_name=model, **fields)
+    request.inputs.add(name="x", datatype=datatype, shape=shape)
+    return request
 
 
 async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from libs.grpc.asking import refused, request, served, until
+from libs.grpc.asking import refused, request, served, typed, until
 from python_program import run_python
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
@@ -19,7 +19,6 @@ from serving.replica_server import LIMITS, exchange
 from serving.replica_server import served as replica
 from shoal.cluster.ports import find_free_port
 from shoal.libs.grpc import inference_pb2
-from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
 from shoal.serve.protocol.access import AccessControl
 
@@ -66,8 +65,7 @@ async def test_a_call_is_answered_with_its_metadata() -> None:
 
 async def test_a_large_call_is_answered_whole() -> None:
     async with served(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1]))))) as ask:
-        made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
-        made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+        made = typed("m", "UINT8", [1, 1_000_000], raw_input_contents=[bytes(range(250)) * 4000])
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
             answer = await ask("ModelInfer", made, compression=compression)
             assert answer.raw_output_contents[0] == made.raw_input_contents[0]

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from libs.grpc.asking import raw
+from libs.grpc.asking import raw, typed
 from refusals import refused
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
@@ -99,15 +99,6 @@ def test_an_answer_is_raw_when_one_of_its_outputs_has_no_typed_field() -> None:
     assert list(np.frombuffer(answer.raw_output_contents[0], np.float16)) == [1, 2, 3]
     request.outputs.add(name="x")
     assert list(infer(request, model).outputs[0].contents.fp32_contents) == [1, 2, 3]
-
-
-def typed(
-    model: str = "m", datatype: str = "FP32", shape: Sequence[int] = (2, 3), **fields: Any
-) -> pb.ModelInferRequest:
-    """A request with one input `x`, without values."""
-    request = pb.ModelInferRequest(model_name=model, **fields)
-    request.inputs.add(name="x", datatype=datatype, shape=shape)
-    return request
 
 
 def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
@@ -292,8 +283,7 @@ def test_an_input_of_float64_takes_float32_and_no_other_takes_another(is_raw: bo
 
 def test_a_batch_may_be_in_another_dimension_or_absent() -> None:
     def decode(shape: list[int], rows: int, **options: Any) -> int:
-        request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
-        request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+        request = typed(shape=[2, 3], raw_input_contents=[bytes(24)])
         specs = [TensorMetadata("x", "FP32", shape)]
         return GrpcCodec("m", specs, specs, rows, **options).decode(request).num_rows
 
@@ -311,8 +301,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
         tensor.contents.fp32_contents.extend([1.0] * COUNT)
     else:
         request.raw_input_contents.append(bytes(4 * COUNT))
-    other = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
-    other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    other = typed(shape=[1, 3], raw_input_contents=[bytes(12)])
     servicer = InferenceServicer(host(), AccessControl(None, []))
     many, few = answers(
         servicer.model_infer(request.SerializeToString(), GrpcCall({})),
@@ -519,10 +508,7 @@ def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
     model = FakeModel("m", tensors(x=[-1, 3]))
     requests = []
     for number in range(5):
-        request = pb.ModelInferRequest(model_name="m")
-        request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
-        request.raw_input_contents.append(np.full(3, number, np.float32).tobytes())
-        requests.append(request)
+        requests.append(raw("m", np.full((1, 3), number, np.float32)))
     answers, decoded = asked_of(FakeHost(model), *requests)
     assert decoded == 2
     for number, answer in enumerate(answers):
@@ -534,8 +520,7 @@ def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
 
 async def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have() -> None:
     model = FakeModel("m", tensors(x=[-1, 3]))
-    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
-    request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+    request = typed(shape=[2, 3], raw_input_contents=[bytes(24)])
     content = request.SerializeToString()
     servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
@@ -557,8 +542,7 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
             return super().check_outputs(looked_at.append(name) or name for name in names)
 
     monkeypatch.setattr("shoal.libs.grpc.codec.RequestSchema", Counted)
-    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    request = typed(shape=[1, 3], raw_input_contents=[bytes(12)])
     for _ in range(1000):
         request.outputs.add(name="x")
     with pytest.raises(InferenceError, match="asked for twice"):
@@ -568,8 +552,7 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
 
 def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed() -> None:
     model = FakeModel("m", tensors(x=[-1, 3]))
-    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    request = typed(shape=[1, 3], raw_input_contents=[bytes(12)])
     servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
     async def contents() -> AsyncIterator[bytes]:
@@ -588,9 +571,7 @@ def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed()
 
 def test_elements_that_are_none_are_refused_by_a_layout_too() -> None:
     model = FakeModel("m", tensors(x=("BOOL", [-1, 2])))
-    good, bad = (pb.ModelInferRequest(model_name="m", raw_input_contents=[each]) for each in (b"\0\1", b"\0\2"))
-    for request in (good, bad):
-        request.inputs.add(name="x", datatype="BOOL", shape=[1, 2])
+    good, bad = (typed("m", "BOOL", [1, 2], raw_input_contents=[each]) for each in (b"\0\1", b"\0\2"))
     with refused(422, "expected bytes of 0 and 1 for BOOL"):
         asked_of(FakeHost(model), good, good, bad)
 

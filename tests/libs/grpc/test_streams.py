@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from libs.grpc import asking
-from libs.grpc.asking import raw, request, until
+from libs.grpc.asking import raw, request, typed, until
 from refusals import refused
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
@@ -100,8 +100,7 @@ async def test_silence_between_two_messages_is_waited_for() -> None:
 
 
 async def test_large_messages_and_compressed_ones_are_whole() -> None:
-    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
-    made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+    made = typed("m", "UINT8", [1, 1_000_000], raw_input_contents=[bytes(range(250)) * 4000])
     async with opened(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1]))))) as stream:
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
             answers = await collected(stream(iter([made] * 5), compression=compression))
@@ -280,8 +279,7 @@ async def test_a_wrong_stream_is_refused() -> None:
 @pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
 async def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str) -> None:
     """Also when the call's deadline has passed by then, and its status is all that is left to say."""
-    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
-    made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
+    made = typed("m", "UINT8", [1, 100_000], raw_input_contents=[bytes(100_000)])
     message = made.SerializeToString()
     chunk = b"\0" + len(message).to_bytes(4, "big") + message
     chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)

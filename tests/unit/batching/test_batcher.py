@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_forward import GatedForward, Queue, Request, answer, opened, requests_of, run, until, with_queue
+from gated_forward import GatedForward, Queue, Request, answer, occupy, opened, requests_of, run, until, with_queue
 from refusals import refused
 from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
 from shoal.batching.queue import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
@@ -37,8 +37,7 @@ async def test_one_request_is_answered_off_the_event_loop() -> None:
 
 @with_queue(max_batch_rows=64, max_queue_rows=64)
 async def test_a_free_slot_takes_everything_that_is_queued(forward: GatedForward, queue: Queue) -> None:
-    first = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    first = await occupy(forward, queue)
     others = [asyncio.create_task(answer(queue, Request(number))) for number in range(1, 11)]
     await until(lambda: queue.queued_rows == 10)
     forward.open()
@@ -91,8 +90,7 @@ async def test_wrong_number_of_answers_is_an_error_of_the_model_and_of_rows_one_
 
 @with_queue(max_batch_rows=2, max_queue_rows=2)
 async def test_a_cancelled_request_leaves_the_queue_and_makes_room(forward: GatedForward, queue: Queue) -> None:
-    blocker = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    blocker = await occupy(forward, queue)
     doomed = asyncio.create_task(answer(queue, Request(1, 2), 2))
     await until(lambda: queue.queued_rows == 2)
     with pytest.raises(QueueFull) as refused:
@@ -110,8 +108,7 @@ async def test_a_cancelled_request_leaves_the_queue_and_makes_room(forward: Gate
 
 @with_queue(max_batch_rows=2, max_queue_rows=2)
 async def test_a_request_cancelled_while_it_is_computed_disturbs_nobody(forward: GatedForward, queue: Queue) -> None:
-    doomed = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    doomed = await occupy(forward, queue)
     doomed.cancel()
     await until(doomed.done)
     forward.open()
@@ -124,8 +121,7 @@ async def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempot
     forward = GatedForward()
     batcher = Batcher()
     queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
-    in_hand = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    in_hand = await occupy(forward, queue)
     queued = asyncio.create_task(answer(queue, Request(1)))
     await until(lambda: queue.queued_rows == 1)
     forward.open()
@@ -143,8 +139,7 @@ async def test_close_does_not_wait_longer_than_it_is_told() -> None:
     forward = GatedForward()
     batcher = Batcher()
     queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
-    in_hand = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    in_hand = await occupy(forward, queue)
     batcher.close(timeout_s=0.01)
     assert batcher.is_alive
     forward.open()
@@ -256,8 +251,7 @@ async def test_a_request_that_expires_in_the_queue_is_told_so_and_never_computed
     forward: GatedForward, queue: Queue
 ) -> None:
     """Though the forward hangs, and nobody else comes."""
-    in_hand = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    in_hand = await occupy(forward, queue)
     with pytest.raises(DeadlineExceeded, match="in the queue") as caught:
         await answer(queue, Request(1, 2), 2, deadline_s=soon())
     assert caught.value.status == 504
@@ -300,8 +294,7 @@ async def test_a_request_that_expires_while_it_is_computed_is_told_at_its_deadli
 @with_queue(max_batch_rows=2, max_queue_rows=4)
 async def test_one_that_is_given_up_in_the_queue_is_told(forward: GatedForward, queue: Queue) -> None:
     """When its batch is put together, the model says that it is too late."""
-    in_hand = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    in_hand = await occupy(forward, queue)
     doomed = asyncio.create_task(answer(queue, Request(1), deadline_s=time.monotonic() + 30))
     patient = asyncio.create_task(answer(queue, Request(2)))
     await until(lambda: queue.queued_rows == 2)

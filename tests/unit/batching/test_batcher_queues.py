@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from gated_forward import DEADLINE_S, GatedForward, Queue, Request, answer, opened, requests_of, run, until, with_queue
+from gated_forward import (
+    DEADLINE_S,
+    GatedForward,
+    Queue,
+    Request,
+    answer,
+    occupy,
+    opened,
+    requests_of,
+    run,
+    until,
+    with_queue,
+)
 from shoal.batching.batcher import Batch, Batcher, QueueFull
 from shoal.errors import Closed
 
@@ -23,8 +35,7 @@ async def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> Non
 
     batcher = Batcher()
     queue = batcher.add_queue("model", grouped, max_batch_rows=8, max_queue_rows=8)
-    first = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    first = await occupy(forward, queue)
     tasks = [asyncio.create_task(answer(queue, Request(n), group=("v", n % 2))) for n in range(1, 7)]
     await until(lambda: queue.queued_rows == 6)
     forward.open()
@@ -86,8 +97,7 @@ async def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
 async def test_who_has_to_leave_a_full_queue_for_another_tenant_is_told_when_to_come_back(
     forward: GatedForward, queue: Queue
 ) -> None:
-    in_hand = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    in_hand = await occupy(forward, queue)
     flood = [asyncio.create_task(answer(queue, Request(n), tenant="x")) for n in range(1, 5)]
     await until(lambda: queue.queued_rows == 4)
     other = asyncio.create_task(answer(queue, Request(5), tenant="y"))
@@ -111,8 +121,7 @@ async def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
     reports: list[Batch[Any]] = []
     batcher = Batcher()
     queue = batcher.add_queue("m", forward, max_batch_rows=32, max_queue_rows=32, on_batch=reports.append)
-    first = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    first = await occupy(forward, queue)
     tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 9))) for n in range(1, 33)]
     await until(lambda: queue.queued_rows == 32)
     forward.open()
@@ -150,8 +159,7 @@ def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
 
 @with_queue(max_batch_rows=4, max_queue_rows=4)
 async def test_halves_leave_out_who_was_cancelled_meanwhile(forward: GatedForward, queue: Queue) -> None:
-    first = asyncio.create_task(answer(queue, Request(0)))
-    await forward.wait_entered()
+    first = await occupy(forward, queue)
     tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 1))) for n in range(1, 5)]
     await until(lambda: queue.queued_rows == 4)
     forward.release()
