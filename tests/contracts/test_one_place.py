@@ -34,7 +34,7 @@ PLACES = {
         r"\bNEWEST\b",
         {
             "serve/messages/desired_state.py",
-            *(f"serve/controller/{name}.py" for name in ("admin_api", "controller", "live_control", "rollout")),
+            *(f"serve/controller/{name}.py" for name in ("live_control", "rollout")),
         },
     ),
     "another replica answers a client": (r"_transport\.relay\(", {"serve/replica/cold_models.py"}),
