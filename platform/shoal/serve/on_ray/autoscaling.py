@@ -19,8 +19,7 @@ from ray.serve.config import AutoscalingContext
 
 from shoal.atomic_file import replace_synced
 from shoal.cluster.ingress.serve_environment import write_sleep_mark
-from shoal.serve.scaling.policy import Budget, EndpointLoad, ScalePolicy
-from shoal.serve.scaling.replica_counts import decode
+from shoal.serve.scaling.policy import Budget, EndpointLoad, ScalePolicy, decode
 from shoal.serve.spec.scale import ScaleSpec
 
 DECIDE_EVERY_S = 1.0
