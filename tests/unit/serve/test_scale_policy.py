@@ -9,7 +9,7 @@ import pytest
 from shoal.batching.batcher import BatcherCounts
 from shoal.batching.latency_model import ForwardTime
 from shoal.errors import ConfigError
-from shoal.serve.scaling.policy import (
+from shoal.serve.scaling import (
     Budget,
     Decision,
     EndpointLoad,
