@@ -109,6 +109,6 @@ def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_pat
             with pytest.raises(InferenceError) as raised:
                 client.reward(never, 1.0)
             assert raised.value.status == 410
-        final = workers.close_gateway(finished=True)
+        final = workers.close_gateway()
         assert final is not None
         assert final["segments"]["balanced"]

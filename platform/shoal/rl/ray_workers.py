@@ -165,9 +165,9 @@ class GatewayWorker:
         """Past versions of the run, in the pool of opponents."""
         return [] if (pool := self._gateway.opponents) is None else pool.load_own()
 
-    def close(self, finished: bool) -> dict[str, Any]:
-        """The last stats, after the queue was dropped as SHUTDOWN."""
-        self._gateway.close(finished)
+    def close(self) -> dict[str, Any]:
+        """The last stats, after the queue was dropped as SHUTDOWN: the run is over."""
+        self._gateway.close(finished=True)
         return self._gateway.stats()
 
 
@@ -350,10 +350,10 @@ class ActorLearnerWorkers:
         away = (*AWAY, ray.exceptions.RayTaskError)
         return bool(call_or_none(self._learner.finish, timeout_s, timeout_s=timeout_s + RETRY_S, away=away))
 
-    def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
+    def close_gateway(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
         its ledger."""
-        return call_or_none(self._gateway.close, finished, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
+        return call_or_none(self._gateway.close, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
 
     def close(self) -> None:
         """End the workers, without restarts. Idempotent."""
