@@ -153,7 +153,8 @@ class LiveControl:
 
     async def rollback(self, change: ChangeRequest, by: str) -> None:
         """Pin the named version, or the one before; without a name, a candidate loses its shares."""
-        name, rollout, reason = change.model, self._models[change.model].rollout, change.reason or ASKED
+        name, reason = change.model, change.reason or ASKED
+        rollout = self._models[name].rollout
         if change.version_ref or rollout.phase is not Phase.CANARY:
             await self._select_and_pin(change, by, reason)
         elif change.from_version == rollout.stable:
