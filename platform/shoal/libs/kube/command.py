@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import yaml
@@ -29,6 +29,7 @@ from shoal.libs.kube.manifests import (
 )
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
 from shoal.recipes import recipe_folder
+from shoal.yaml_text import read_fields
 
 PREFIX = "kube."
 RECIPES = "/opt/shoal/jobs"  # in the image
@@ -159,14 +160,7 @@ def _to_name(text: str) -> str:
 
 
 def _load(file: Path | None, overrides: Sequence[str], name: str) -> KubeSpec:
-    values: Any = {}
-    if file is not None:
-        try:
-            values = yaml.safe_load(file.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError("file", str(file), f"cannot be read: {error}", "name a file of YAML") from None
-        if not isinstance(values, dict):
-            raise ConfigError("file", str(file), "holds no fields", "write it as `image: IMAGE`")
+    values = {} if file is None else read_fields(file, "file", "write it as `image: IMAGE`")
     try:
         return KubeSpec.parse(merge({"name": name, **values}, parse_overrides(KubeSpec, overrides)))
     except ConfigError as error:  # by the field's name on the command line: a job has `workers` of its own
