@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from shoal.batch_tree import tensors_of
+
 # operator -> (the argument with the full size, factor of (n - 1) / n)
 _FULL_ARGUMENT: dict[str, tuple[int, float]] = {
     "allreduce_": (0, 2.0),
@@ -86,7 +88,7 @@ def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]
         whole = out
     elif name.startswith("reduce_scatter_tensor"):
         whole = args[0]
-    return _flatten(whole)
+    return list(tensors_of(whole))
 
 
 def is_collective(op: Any) -> bool:
@@ -99,7 +101,7 @@ def is_collective(op: Any) -> bool:
 
 def is_on_cpu(args: Sequence[Any]) -> bool:
     """Whether Gloo runs it, and not a device's own library."""
-    return not _is_cuda_assumed and any(each.is_cpu for each in _flatten(args))
+    return not _is_cuda_assumed and any(each.is_cpu for each in tensors_of(args))
 
 
 @contextmanager
@@ -111,12 +113,6 @@ def assume_cuda(is_assumed: bool) -> Iterator[None]:
         yield
     finally:
         _is_cuda_assumed = before
-
-
-def _flatten(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _flatten(each)] if isinstance(value, (list, tuple)) else []
 
 
 def _find_group(op: Any, args: Sequence[Any]) -> dist.ProcessGroup:
@@ -145,4 +141,4 @@ def _unbox_group(value: Any) -> dist.ProcessGroup | None:
 
 def _count_bytes(value: Any) -> int:
     """Bytes of the tensors in `value`, at any nesting."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _flatten(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
