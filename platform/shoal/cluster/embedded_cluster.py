@@ -287,9 +287,9 @@ def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: 
     raise ClusterError(f"Ray {problem}. {output} `shoal doctor` checks this machine")
 
 
-def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path) -> None:
+def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float = 2.0) -> None:
     """End the cluster, collect the head's exit status, and close our ends of its pipes."""
-    end_cluster(cluster_id, temp_dir)
+    end_cluster(cluster_id, temp_dir, grace_s=grace_s)
     for pipe in (head.stdin, head.stdout):
         if pipe is not None:
             pipe.close()

@@ -32,12 +32,12 @@ def get_candidate_ports(ephemeral: Path = EPHEMERAL_PORTS) -> range:
     return max(range(FIRST_PORT, max(FIRST_PORT, first)), range(max(FIRST_PORT, last + 1), 65_536), key=len)
 
 
-def find_free_port() -> int:
-    """A TCP port that was free on loopback a moment ago, and that the kernel assigns to no other process.
+def find_free_port(host: str = LOOPBACK) -> int:
+    """A TCP port that was free on `host` a moment ago, and that the kernel assigns to no other process.
 
     A process gets each port once before any is repeated, and starts where other processes rarely do.
     """
-    with _bind_free_port() as probe:
+    with _bind_free_port(host) as probe:
         port: int = probe.getsockname()[1]
         return port
 
@@ -50,7 +50,7 @@ def reserve_ports(count: int) -> Iterator[list[int]]:
     them taken.
     """
     with ExitStack() as reserved:
-        sockets = [reserved.enter_context(_bind_free_port()) for _ in range(count)]
+        sockets = [reserved.enter_context(_bind_free_port(LOOPBACK)) for _ in range(count)]
         for bound in sockets:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which must find it free
         yield [bound.getsockname()[1] for bound in sockets]
@@ -69,7 +69,7 @@ def reserve_port_block() -> Iterator[range]:
     for number in range(len(blocks)):
         first = blocks[(begin + number) % len(blocks)]
         with suppress(OSError):
-            bound = _bind(first)
+            bound = _bind(LOOPBACK, first)
             break
     else:
         yield range(0)
@@ -79,19 +79,19 @@ def reserve_port_block() -> Iterator[range]:
         yield range(first, first + BLOCK_SIZE)
 
 
-def _bind_free_port() -> socket.socket:
+def _bind_free_port(host: str) -> socket.socket:
     ports = get_candidate_ports()
     for _ in ports:
         with suppress(OSError):
-            return _bind(ports[next(_port_counter) % len(ports)])
-    return _bind(0)
+            return _bind(host, ports[next(_port_counter) % len(ports)])
+    return _bind(host, 0)
 
 
-def _bind(port: int) -> socket.socket:
-    """A TCP socket bound to this port of loopback. Raises OSError when the port is taken."""
+def _bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to this port. Raises OSError when the port is taken."""
     bound = socket.socket()
     try:
-        bound.bind((LOOPBACK, port))
+        bound.bind((host, port))
     except OSError:
         bound.close()
         raise

@@ -29,15 +29,15 @@ STARTED = "started"
 
 
 @contextmanager
-def recorded_run(spec: Spec, job: str, kind: str, begun: str = "") -> Iterator[RunRecorder]:
+def recorded_run(spec: Spec, job: str, kind: str, event: str = "") -> Iterator[RunRecorder]:
     """The record of a run while it lasts, and its report at the end, unless the run fails.
 
-    begun: from this event on, a resumed run has its new spec; "": the one of the kind's name
+    event: from this one on, a resumed run has its new spec; "": the one of the kind's name
     """
     with shoal.runs.recording(
         spec.to_record(),
         job,
-        begun=begun or kind,
+        begun=event or kind,
         kind=RunKind(kind),
         resumed=getattr(spec, "resume", ""),
         run_id=expected_run_id(),
