@@ -97,7 +97,7 @@ class RayEngine:
         )
         self._workers = ActorLearnerWorkers(spec, of_gateway)
         closing.callback(self._workers.close)
-        closing.callback(self._workers.close_gateway, finished=True)
+        closing.callback(self._workers.close_gateway)
         self.address = self._workers.wait_for_gateway()["address"]
 
     def stats(self) -> dict[str, Any]:

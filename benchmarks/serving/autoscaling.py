@@ -33,7 +33,7 @@ from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, server_of
 from benchmarks.serving.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.batching.latency_model import ForwardTime
-from shoal.serve.scaling.policy import ScalePolicy
+from shoal.serve.scaling import ScalePolicy
 from shoal.serve.spec.scale import ScaleSpec
 
 PICTURE = ROOT / "docs" / "pictures" / "autoscaling.png"

@@ -30,6 +30,12 @@ def is_newer_format(found: object, known: int) -> bool:
     return isinstance(found, int) and found > known
 
 
+def require_known_format(path: Path | str, document: object, known: int, error: type[Exception]) -> None:
+    """Raise `error` where a file's content is of a higher format than this release reads."""
+    if isinstance(document, dict) and is_newer_format(found := document.get("format"), known):
+        raise error(describe_newer_format(path, found, known))
+
+
 def log_unknown_fields(path: Path | str, names: Iterable[str]) -> None:
     """Log, once in a process, the fields of a file that this release does not have."""
     if found := ", ".join(names):

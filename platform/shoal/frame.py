@@ -99,11 +99,11 @@ def require_columns(field: str, names: Sequence[str], columns: Sequence[str]) ->
         raise DataError(field, (missing or unexpected)[0], f"the frame {' and '.join(parts)}", remedy)
 
 
-def require_equal_rows(field: str, values: Any, other_field: str, other: Any) -> None:
+def require_equal_rows(X: Any, y: Any) -> None:
     """Raises DataError if both are of pandas, and their rows are not the same ones in the same order."""
-    if _has_index(values) and _has_index(other) and not values.index.equals(other.index):
-        problem = f"its rows have another index than those of {other_field}"
-        raise DataError(field, _show_index(values), problem, "bring both into one order, or use reset_index(drop=True)")
+    if _has_index(X) and _has_index(y) and not y.index.equals(X.index):
+        problem = "its rows have another index than those of X"
+        raise DataError("y", _show_index(y), problem, "bring both into one order, or use reset_index(drop=True)")
 
 
 def require_row_order(field: str, values: Any) -> None:

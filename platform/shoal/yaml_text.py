@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.error import MarkedYAMLError
+
+from shoal.errors import ConfigError
 
 _INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "merge"))
 _INTS = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
@@ -54,6 +57,17 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except ValueError as error:  # an invalid date or number, such as 2026-02-30
         raise MarkedYAMLError(problem=str(error)) from error
+
+
+def read_fields(path: Path, field: str, remedy: str) -> dict[str, Any]:
+    """The fields in a file of YAML. Raises ConfigError for `field`, with the remedy for one that has none."""
+    try:
+        fields = parse_yaml(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(field, str(path), f"cannot be read: {error}", "give a file of YAML") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(field, str(path), "holds no fields", remedy)
+    return fields
 
 
 def dump_yaml(value: Any) -> str:

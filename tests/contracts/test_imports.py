@@ -139,7 +139,7 @@ ORDER: dict[str, list[set[str]]] = {
     "rl": [
         {"local_loop", "ray_workers"},
         {"first_game"},
-        {"learner", "learner_replica", "ray_gateway_handle"},
+        {"learner", "learner_replica"},
         {"batch_checks", "batch_lease", "pausable_loop", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},

@@ -34,7 +34,7 @@ PLACES = {
         r"\bNEWEST\b",
         {
             "serve/messages/desired_state.py",
-            *(f"serve/controller/{name}.py" for name in ("admin_api", "controller", "live_control", "rollout")),
+            *(f"serve/controller/{name}.py" for name in ("live_control", "rollout")),
         },
     ),
     "another replica answers a client": (r"_transport\.relay\(", {"serve/replica/cold_models.py"}),
@@ -54,6 +54,14 @@ PLACES = {
             *(f"runs/record/{name}.py" for name in ("store_copies", "store_mirror")),
         },
     ),
+    "the record of a run and its report: of all, but of trials and of those that end in ways of their own": (
+        r"runs\.recording\(",
+        {
+            *("flows/run_flow.py", "flows/actor_learner.py", "flows/training.py", "train/launch/local.py"),
+            *("libs/sweep/trial.py", "libs/sweep/loop_trial.py"),
+        },
+    ),
+    "a file of fields is read": (r"UnicodeDecodeError, yaml\.YAMLError", {"yaml_text.py"}),
     "the queue of a run is made, and with it the gateway's half of a loop": (
         r"\bExperienceQueue\(",
         {"rl/gateway/gateway.py"},

@@ -80,7 +80,7 @@ class Loop:
 
     def close(self) -> dict[str, Any]:
         self.workers.finish_learner()
-        stats = self.workers.close_gateway(finished=True)
+        stats = self.workers.close_gateway()
         return stats["segments"]
 
 

@@ -57,7 +57,7 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     flow = make_flow(ActorLearnerSpec(), SimpleNamespace())
     flow.policies[0]._workers = SimpleNamespace(
         finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),
-        close_gateway=lambda finished, timeout_s: not_there(timeout_s),
+        close_gateway=lambda timeout_s: not_there(timeout_s),
     )
     flow.shut_down()
     assert clock.now == actor_learner.SHUTDOWN_TIMEOUT_S < 15.0
@@ -216,7 +216,7 @@ def test_the_record_of_a_run_that_has_failed_says_what_became_of_the_queued_segm
     gone = {"received": 60, "consumed": 12, "queued": 0, "dropped": {"learner_crash": 8, "shutdown": 40}}
     for each in flow.policies:
         each._workers.finish_learner = lambda timeout_s: False
-        each._workers.close_gateway = lambda finished, timeout_s: {**before, "queue_depth": 0, "segments": gone}
+        each._workers.close_gateway = lambda timeout_s: {**before, "queue_depth": 0, "segments": gone}
     flow.shut_down()
     assert ("accounting", {"policy": "prey", **gone}) in recorded
     [*_, metrics] = [each[1] for each in recorded if each[0] == 1202]

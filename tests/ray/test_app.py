@@ -11,8 +11,7 @@ from registered import register
 from shoal.errors import ConfigError, RegistryError
 from shoal.registry import Registry
 from shoal.serve.on_ray.serve_app import build
-from shoal.serve.scaling.policy import ReplicaLoad
-from shoal.serve.scaling.replica_counts import encode
+from shoal.serve.scaling import ReplicaLoad, encode
 
 REPLICA = ReplicaID("r", DeploymentID(name="replica", app_name="m"))
 

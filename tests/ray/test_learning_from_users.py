@@ -104,6 +104,6 @@ def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_pat
             wait_for(lambda: workers.stats()[0]["segments"]["dropped"].get("expired"), STATE_S)  # type: ignore[index]
             with refused(410):
                 client.reward(never, 1.0)
-        final = workers.close_gateway(finished=True)
+        final = workers.close_gateway()
         assert final is not None
         assert final["segments"]["balanced"]

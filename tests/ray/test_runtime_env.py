@@ -68,7 +68,7 @@ def test_a_file_and_options_make_one_environment(tmp_path: Path, monkeypatch: py
         ("pip: requirements.txt", ["einops"], "", [], r"has pip as 'requirements.txt'\. give all packages in the file"),
         ("working_dir: .", [], "", [], "has working_dir, which is the folder that the job is started in"),
         ("pips: [einops]", [], "", [], r"runtime_env = 'pips': is no field of Ray's runtime_env\. use conda"),
-        ("[einops]", [], "", [], "holds no fields of a runtime_env"),
+        ("[einops]", [], "", [], "holds no fields"),
         ("pip: [", [], "", [], "cannot be read"),
         ("env_vars: {A: 1}", [], "", [], "env_vars = '': is not a text for each name"),
         ("config: {}", [], "", ["NOT_SET_ANYWHERE"], "env = 'NOT_SET_ANYWHERE': is not set in this process"),

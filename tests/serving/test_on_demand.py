@@ -26,7 +26,7 @@ from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica import cold_models
 from shoal.serve.replica.loader import StagedVersion, StagingError
 from shoal.serve.replica.replica import EndpointReplica
-from shoal.serve.scaling.replica_counts import decode
+from shoal.serve.scaling import decode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 

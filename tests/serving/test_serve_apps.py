@@ -25,7 +25,7 @@ def test_pixels_become_what_the_recipe_trains_on_and_logits_probabilities() -> N
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "shop.yaml").write_bytes(b"models: [m]  # f\xfcr alle\n")
-    with pytest.raises(ConfigError, match=r"file = .*shop.yaml.*cannot be read .*give a YAML file"):
+    with pytest.raises(ConfigError, match=r"file = .*shop.yaml.*cannot be read: .*give a file of YAML"):
         load_serving_spec(tmp_path / "shop.yaml")
 
 

@@ -11,7 +11,7 @@ from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World, check_plan
 from shoal.parallel.build import parallelize
-from shoal.parallel.micro_batches import split_micro_batches
+from shoal.parallel.model import split_micro_batches
 
 
 class NormAndActivation(nn.BatchNorm1d):

@@ -104,7 +104,7 @@ SHAPES = {
 RUN = """
 import json, linecache, os, runpy, sys, types
 import matplotlib.pyplot, torch._dynamo  # once, not in each of them
-import shoal.train.launch.champion_score, shoal.train.launch.local, shoal.libs.console.library
+import shoal.train.launch.champion_score, shoal.train.launch.local, shoal.libs.console
 import shoal, torch
 
 def run(name, files):

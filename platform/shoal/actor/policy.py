@@ -77,8 +77,7 @@ class MlpPolicy:
 
         stream: the key of the episode; mask: bool [K], the allowed choices (see wire.action_masks); default: all
         """
-        outputs = self._compute(observation)
-        return self._sample(outputs, 0) if mask is None else self._sample_allowed(outputs, mask, 0)
+        return self._sample_allowed(self._compute(observation), mask, 0)
 
     def _compute(self, observation: np.ndarray) -> list[float]:
         """The outputs at one observation."""
@@ -112,10 +111,8 @@ class MlpPolicy:
         differ by that.
         """
         if len(observations) == 1:
-            outputs, mask = self._compute(observations[0]), masks[0] if masks is not None else None
-            action, log_probability = (
-                self._sample(outputs, streams[0]) if mask is None else self._sample_allowed(outputs, mask, streams[0])
-            )
+            mask = masks[0] if masks is not None else None
+            action, log_probability = self._sample_allowed(self._compute(observations[0]), mask, streams[0])
             return [action], [log_probability]
         return self._sample_batch(self.compute_outputs(observations), streams, masks)
 
@@ -157,15 +154,15 @@ class MlpPolicy:
         for row, stream, mask in zip(
             outputs.tolist(), streams, [None] * len(outputs) if masks is None else masks, strict=True
         ):
-            action, log_probability = (
-                self._sample(row, stream) if mask is None else self._sample_allowed(row, mask, stream)
-            )
+            action, log_probability = self._sample_allowed(row, mask, stream)
             actions.append(action)
             log_probabilities.append(log_probability)
         return actions, log_probabilities
 
-    def _sample_allowed(self, outputs: list[float], mask: np.ndarray, stream: Hashable) -> tuple[Any, float]:
-        """Sample as if there were only the allowed actions."""
+    def _sample_allowed(self, outputs: list[float], mask: np.ndarray | None, stream: Hashable) -> tuple[Any, float]:
+        """Sample as if there were only the allowed actions; without a mask all are."""
+        if mask is None:
+            return self._sample(outputs, stream)
         allowed = np.flatnonzero(mask).tolist()
         action, log_probability = self._sample([outputs[each] for each in allowed], stream)
         return allowed[action], log_probability
@@ -249,10 +246,8 @@ class MultiCategoricalPolicy(MlpPolicy):
         self._shape = shape
         self._num_outputs = sum(spec.action_sizes)
 
-    def _sample(self, logits: list[float], stream: Hashable) -> tuple[Any, float]:
-        return self._sample_allowed(logits, np.ones(len(logits), np.bool_), stream)
-
-    def _sample_allowed(self, outputs: list[float], mask: np.ndarray, stream: Hashable) -> tuple[Any, float]:
+    def _sample_allowed(self, outputs: list[float], mask: np.ndarray | None, stream: Hashable) -> tuple[Any, float]:
+        mask = np.ones(len(outputs), np.bool_) if mask is None else mask
         actions = []
         log_probability = 0.0
         begin = 0

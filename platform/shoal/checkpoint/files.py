@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from shoal.atomic_file import describe_newer_format, is_newer_format, make_folder, write_synced
+from shoal.atomic_file import make_folder, require_known_format, write_synced
 from shoal.checkpoint.directory import (
     FileChecksum,
     checkpoint_path,
@@ -89,8 +89,7 @@ def load_latest(folder: Path) -> Loaded | None:
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
-        if isinstance(manifest, dict) and is_newer_format(found := manifest.get("format"), FORMAT):
-            raise CheckpointError(describe_newer_format(path / MANIFEST, found, FORMAT))
+        require_known_format(path / MANIFEST, manifest, FORMAT, CheckpointError)
         step = manifest.get("step") if isinstance(manifest, dict) else None
         if type(step) is not int or checkpoint_path(folder, step) != path:  # no checksum covers the manifest itself
             damaged.append(f"{path.name}: manifest.json does not name this step")

@@ -60,7 +60,7 @@ def encode(value: Any, name: str) -> Any:
     if isinstance(value, list):
         return [encode(one, f"{name}.{index}") for index, one in enumerate(value)]
     if isinstance(value, tuple):
-        return {"$tuple": [encode(one, f"{name}.{index}") for index, one in enumerate(value)]}
+        return {"$tuple": encode(list(value), name)}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(one, f"{name}.{key}") for key, one in value.items()}

@@ -79,7 +79,7 @@ class EmbeddedCluster(ClusterHandle):
         assert self.temp_dir is not None
         return sorted(process.pid for process in find_cluster_processes(self.cluster_id, self.temp_dir))
 
-    def stop(self, *, grace_s: float = 2.0) -> None:
+    def stop(self) -> None:
         """End every process of the cluster and remove its folder. Idempotent.
 
         Raises ClusterError when a process survives SIGKILL.
@@ -88,7 +88,7 @@ class EmbeddedCluster(ClusterHandle):
             return  # a fork of the owner must not stop the cluster
         assert self.cluster_id is not None
         assert self.temp_dir is not None
-        _stop(self._head, self.cluster_id, self.temp_dir, grace_s)
+        _stop(self._head, self.cluster_id, self.temp_dir)
         atexit.unregister(self.stop)
 
     def __enter__(self) -> Self:
@@ -287,7 +287,7 @@ def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: 
     raise ClusterError(f"Ray {problem}. {output} `shoal doctor` checks this machine")
 
 
-def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float) -> None:
+def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float = 2.0) -> None:
     """End the cluster, collect the head's exit status, and close our ends of its pipes."""
     end_cluster(cluster_id, temp_dir, grace_s=grace_s)
     for pipe in (head.stdin, head.stdout):

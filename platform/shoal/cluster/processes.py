@@ -25,6 +25,7 @@ from shoal.errors import ClusterError
 
 CLUSTER_ID_VARIABLE = "SHOAL_CLUSTER_ID"
 POLL_S = 0.02
+KILL_S = 5.0  # after SIGKILL, for what no process survives
 Program = subprocess.Popen[bytes]
 
 # Ray's servers answer SIGTERM late or never without the others, and hold nothing that outlives the cluster.
@@ -80,17 +81,17 @@ def _read_environment(process: psutil.Process) -> dict[str, str]:
     return {}
 
 
-def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, timeout_s: float = 5.0) -> None:
+def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0) -> None:
     """SIGTERM to every process of the cluster; SIGKILL after `grace_s`, or when only Ray's servers are left.
 
-    Idempotent. Raises ClusterError when a process survives `timeout_s` after the first SIGKILL.
+    Idempotent. Raises ClusterError when a process survives `KILL_S` after the first SIGKILL.
     """
     asked: set[psutil.Process] = set()
     kill_at_s = time.monotonic() + grace_s
     # Signalled processes that still run count even without the parent that proved their membership.
     while alive := {*filter(is_alive, asked), *find_cluster_processes(cluster_id, temp_dir)}:
         now_s = time.monotonic()
-        if now_s > kill_at_s + timeout_s:
+        if now_s > kill_at_s + KILL_S:
             raise ClusterError(f"processes {sorted(p.pid for p in alive)} of cluster {cluster_id} survive SIGKILL")
         kill = now_s > kill_at_s or all(_is_server(process) for process in alive)
         for process in alive:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shoal.errors import ConfigError
 from shoal.runs.record.provenance import MASKED_VARIABLE, mask_values
+from shoal.yaml_text import read_fields
 
 _OURS = ("working_dir", "py_modules", "excludes")  # `jobs.submit` sets them
 _PYTHON = ("pip", "uv", "conda", "py_executable", "image_uri", "container")  # have a Python of their own
@@ -65,17 +64,7 @@ def parse_job_environment(
     packages:  as pip takes them
     variables: NAME=VALUE, or NAME of one of this process
     """
-    content: Any = {}
-    if file is not None:
-        try:
-            content = yaml.safe_load(file.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            problem = f"cannot be read: {error}"
-            raise ConfigError("runtime_env", str(file), problem, "give a file of YAML or JSON") from None
-        if not isinstance(content, dict):
-            problem = "holds no fields of a runtime_env"
-            raise ConfigError("runtime_env", str(file), problem, "write it as `pip: [PACKAGE]`")
-    fields: dict[str, Any] = content
+    fields = {} if file is None else read_fields(file, "runtime_env", "write it as `pip: [PACKAGE]`")
     for name in _OURS:
         if name in fields:
             problem = f"has {name}, which is the folder that the job is started in"

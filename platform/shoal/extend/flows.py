@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shoal.flows.local_run import MEAN_RETURN, LocalRun, require_local
     from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
     from shoal.flows.rl_policy import describe_experience, describe_policy_model, inspect_environment
+    from shoal.flows.run_flow import recorded_run
     from shoal.flows.serving_spec import ServingSpec
     from shoal.flows.training import RayBackend
 

@@ -78,8 +78,7 @@ if TYPE_CHECKING:
     from shoal.serve.replica.served_model import ServedModel
     from shoal.serve.replica.shadow import SHADOW_WEIGHT
     from shoal.serve.replica.version_router import Track
-    from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
-    from shoal.serve.scaling.replica_counts import ModelLoad
+    from shoal.serve.scaling import EndpointLoad, ModelLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount, TraceDestination
     from shoal.serve.spec.model_options import ModelOptions

@@ -401,7 +401,7 @@ def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
 def close_gateways(policies: Sequence[LoopPolicy], recorder: RunRecorder, deadline: float) -> None:
     """End the actors' sessions, and record what became of all segments, of the gateways that say so in time."""
     for each in reversed(policies):  # the first one relays the games of the others
-        stats = each.workers.close_gateway(finished=True, timeout_s=max(0.0, deadline - time.monotonic()))
+        stats = each.workers.close_gateway(max(0.0, deadline - time.monotonic()))
         if stats is not None:
             each.gateway = stats
             named = {"policy": each.name} if each.name else {}

@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,7 +25,25 @@ from shoal.config import Spec
 from shoal.runs import RunKind, RunRecorder
 
 SpecT = TypeVar("SpecT", bound=Spec)
-STARTED = "started"  # from this event on, a resumed run has its new spec
+STARTED = "started"
+
+
+@contextmanager
+def recorded_run(spec: Spec, job: str, kind: str, event: str = "") -> Iterator[RunRecorder]:
+    """The record of a run while it lasts, and its report at the end, unless the run fails.
+
+    event: from this one on, a resumed run has its new spec; "": the one of the kind's name
+    """
+    with shoal.runs.recording(
+        spec.to_record(),
+        job,
+        begun=event or kind,
+        kind=RunKind(kind),
+        resumed=getattr(spec, "resume", ""),
+        run_id=expected_run_id(),
+    ) as recorder:
+        yield recorder
+    shoal.runs.write_report_at_end(recorder.id)
 
 
 @dataclass(frozen=True)
@@ -50,16 +69,7 @@ class RunFlow(Generic[SpecT]):
 
     def start(self, spec: SpecT, job: str = "") -> str:
         """Run it to its end, and write its report; returns its id. Raises ShoalError."""
-        record = shoal.runs.recording(
-            spec.to_record(),
-            job or self.kind,
-            begun=STARTED,
-            kind=RunKind(self.kind),
-            resumed=getattr(spec, "resume", ""),
-            run_id=expected_run_id(),
-        )
-        with record as recorder:
+        with recorded_run(spec, job or self.kind, self.kind, STARTED) as recorder:
             recorder.record_event(STARTED)
             self.run(spec, recorder)
-        shoal.runs.write_report_at_end(recorder.id)
         return recorder.id

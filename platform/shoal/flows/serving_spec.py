@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, field_validator
 
 from shoal.cluster.ingress.front import require_listenable
@@ -22,7 +21,7 @@ from shoal.registry.manifest import find_callable
 from shoal.registry.model_code import require_installed
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
-from shoal.yaml_text import parse_yaml
+from shoal.yaml_text import read_fields
 
 NAMED_BY_MODEL = "named-by-model"
 READY = "ready: "  # begins the line of a serving job that has its addresses as JSON: `url`, and `grpc` or null
@@ -99,13 +98,7 @@ def read_serve_port(path: Path) -> int | None:
 
 
 def _load_content(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_yaml(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("file", str(path), f"cannot be read ({error})", "give a YAML file") from None
-    if not isinstance(content, dict):
-        raise ConfigError("file", str(path), "is not a mapping", "write `models: [name@champion]`")
-    return content
+    return read_fields(path, "file", "write `models: [name@champion]`")
 
 
 def check(spec: ServingSpec) -> None:

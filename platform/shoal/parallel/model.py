@@ -2,6 +2,8 @@
 
 The rule for every implementation: after `train_step` the gradients are those of the mean loss over the *global* batch,
 as one process would compute them. Called by the Trainer; knows no optimiser's schedule, no file and no record.
+
+Every plan divides its batches into micro-batches here.
 """
 
 from __future__ import annotations
@@ -17,8 +19,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from shoal.batch_tree import count_samples, map_tensors, slice_samples
+from shoal.errors import PlanError
 from shoal.parallel.loss import Loss, Mean, require_loss
 from shoal.parallel.loss_trace import LossReader
+
+
+def split_micro_batches(batch: Any, parts: int, *, is_even: bool = True) -> list[Any]:
+    """`batch` as `parts` micro-batches of equal size; micro-batch m takes every `parts`-th sample, from the m-th.
+
+    Ranks have contiguous shares of a global batch. With this stride, the micro-batches m of all ranks together are the
+    samples m, m + parts, ... of the global batch, in order: the same for any number of ranks, so that batch statistics
+    and dropout masks of a micro-batch equal those of one process.
+
+    is_even: False: the last micro-batches may have one sample less
+
+    Raises PlanError when the samples cannot be divided.
+    """
+    if parts == 1:
+        return [batch]
+    size = count_samples(batch)
+    if size < parts or (is_even and size % parts):
+        problem = f"cannot be divided into {parts} micro-batches"
+        raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
+    strided = [slice_samples(batch, slice(first, None, parts)) for first in range(parts)]
+    return [map_tensors(each, Tensor.contiguous) for each in strided]  # a Task may take a `view` of its labels
+
+
+def iter_chunks(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+    """At most `parts` contiguous pieces of any batch, each with its share of the samples."""
+    size = count_samples(batch)
+    each = max(1, -(-size // parts))
+    for begin in range(0, size, each):
+        end = min(size, begin + each)
+        yield slice_samples(batch, slice(begin, end)), (end - begin) / size
 
 
 class TaskProtocol(Protocol):

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.atomic_file import log_unknown_fields, require_known_format
 from shoal.errors import ConfigError, RegistryError, StoreError, suggest
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import (
@@ -374,7 +374,7 @@ class Registry:
         path = f"{self.location}/{name}/{version}/{_MANIFEST}"
         try:
             values = json.loads(self.store.read(f"{name}/{version}/{_MANIFEST}"))
-            _require_known_format(path, values, MANIFEST_FORMAT)
+            require_known_format(path, values, MANIFEST_FORMAT, RegistryError)
             return Manifest.parse_known(values, path)
         except (OSError, ValueError) as error:
             remedy = "restore it from a copy, or remove its folder"
@@ -392,7 +392,7 @@ class Registry:
         path = f"{self.location}/{name}/{_ALIASES}"
         try:
             values = json.loads(payload)
-            _require_known_format(path, values, ALIASES_FORMAT)
+            require_known_format(path, values, ALIASES_FORMAT, RegistryError)
             result = Aliases.parse(values)
         except ValueError as error:
             remedy = "restore it from a copy, or remove it and promote"
@@ -466,8 +466,3 @@ def _split_key(key: str) -> tuple[str, int] | None:
     name, _, rest = key.partition("/")
     folder, separator, _ = rest.partition("/")
     return (name, int(folder)) if separator and folder.isdigit() else None
-
-
-def _require_known_format(path: str, values: object, known: int) -> None:
-    if isinstance(values, dict) and is_newer_format(found := values.get("format"), known):
-        raise RegistryError(describe_newer_format(path, found, known))

@@ -2,7 +2,8 @@
 gateway's host until a game has brought the spaces.
 
 Each worker starts its object when it is constructed, so Ray's own restart of a dead worker is the whole recovery: the
-gateway restores its ledger and port, the learner its checkpoint. Called by flows.
+gateway restores its ledger and port, the learner its checkpoint. Called by flows. Others ask the gateway's worker by
+handles: the learner for experience, the endpoint's replicas for users' actions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
+from ray.actor import ActorHandle
 
 from shoal.actor.environment import ASK
 from shoal.cluster.capacity import count_gpu_slots, get_head_address, get_node_address, gpus_by_host, make_host_options
@@ -25,15 +27,17 @@ from shoal.errors import (
     ClusterError,
     ConfigError,
     ConnectionLost,
+    InferenceError,
     LedgerUnwritable,
     RecordUnwritable,
     error_summary,
+    summarize_error,
 )
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.home import home
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
-from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting, print_line
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
@@ -45,7 +49,6 @@ from shoal.rl.gateway.zmq_listener import (
     require_reachable_gateway,
     resolve_reachable_host,
 )
-from shoal.rl.ray_gateway_handle import ACKNOWLEDGE_TIMEOUT_S, RayEpisodeService, RayExperienceSource
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
 from shoal.weights import PublishedVersion, WeightSnapshot
@@ -56,6 +59,49 @@ from shoal.wire.messages import GameSettings
 if TYPE_CHECKING:
     from shoal.channel.connection import ChannelAddress
     from shoal.rl.learner_group import HubLink
+
+ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement while the gateway restarts
+
+
+class RayExperienceSource:
+    """An ExperienceSource on a gateway's handle. While the gateway restarts, `take` is empty and `acknowledge`
+    waits."""
+
+    def __init__(self, gateway: ActorHandle) -> None:
+        self._gateway = gateway
+
+    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
+        limit_s = request.timeout_s + CALL_TIMEOUT_S
+        payload = call_or_none(self._gateway.take, consumer, request, timeout_s=limit_s, away=AWAY, pause_s=RETRY_S)
+        return None if payload is None else ExperienceBatch.from_bytes(payload)
+
+    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
+        try:
+            method = self._gateway.acknowledge
+            return bool(call_until_answered(method, lease_id, outcomes, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
+        except AWAY as error:
+            raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
+
+
+class RayEpisodeService:
+    """An EpisodeService on the gateway of a run, for the replicas of its endpoint. name: of the gateway's worker"""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._gateway: ActorHandle | None = None
+
+    async def take(self, request: EpisodeRequest) -> EpisodeAnswer:
+        try:
+            if self._gateway is None:
+                self._gateway = ray.get_actor(self._name, NAMESPACE)
+            answer = await self._gateway.take_episode.remote(request)
+        except (*AWAY, ValueError) as error:  # no actor has the name yet
+            reason = f"the run's gateway is away: {summarize_error(error)}"
+            raise InferenceError(503, reason, retry_after_s=1.0) from error
+        if isinstance(answer, EpisodeRejection):
+            raise InferenceError(answer.status, answer.message)
+        return cast("EpisodeAnswer", answer)
+
 
 SpecT = TypeVar("SpecT", bound=RLSpec)
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
@@ -119,9 +165,9 @@ class GatewayWorker:
         """Past versions of the run, in the pool of opponents."""
         return [] if (pool := self._gateway.opponents) is None else pool.load_own()
 
-    def close(self, finished: bool) -> dict[str, Any]:
-        """The last stats, after the queue was dropped as SHUTDOWN."""
-        self._gateway.close(finished)
+    def close(self) -> dict[str, Any]:
+        """The last stats, after the queue was dropped as SHUTDOWN: the run is over."""
+        self._gateway.close(finished=True)
         return self._gateway.stats()
 
 
@@ -304,10 +350,10 @@ class ActorLearnerWorkers:
         away = (*AWAY, ray.exceptions.RayTaskError)
         return bool(call_or_none(self._learner.finish, timeout_s, timeout_s=timeout_s + RETRY_S, away=away))
 
-    def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
+    def close_gateway(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
         its ledger."""
-        return call_or_none(self._gateway.close, finished, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
+        return call_or_none(self._gateway.close, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
 
     def close(self) -> None:
         """End the workers, without restarts. Idempotent."""

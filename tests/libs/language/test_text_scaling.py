@@ -4,8 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.libs.language.served.text_statistics import TextStatistics
-from shoal.serve.scaling.policy import EndpointLoad, ScalePolicy
-from shoal.serve.scaling.replica_counts import LoadMeter, decode, encode
+from shoal.serve.scaling import EndpointLoad, LoadMeter, ScalePolicy, decode, encode
 from shoal.serve.spec.scale import ScaleSpec
 
 STEPS = [(1, 0.01), (16, 0.02), (144, 0.05)]  # tokens, seconds: 800 tokens a second in 16 slots

@@ -15,8 +15,7 @@ from shoal.libs.stream.fleet import make_topic
 from shoal.libs.stream.messages import Message, MessageParser, Payload, encode_payload, match_wildcards
 from shoal.libs.stream.replay_source import ReplaySource
 from shoal.libs.stream.trainer import PageHinkley
-from shoal.sources.deduplicator import Deduplicator
-from shoal.sources.source import Delivery, MalformedPayload, StreamState
+from shoal.sources.source import Deduplicator, Delivery, MalformedPayload, StreamState
 from stream_contract import check_source
 
 

@@ -126,10 +126,6 @@ def test_a_line_that_a_full_disk_has_cut_is_passed_over_and_spoils_no_other(
         assert [entry["change"]["version"] for entry in entries] == versions
 
 
-def test_no_path_no_line() -> None:
-    AuditLog(None, "digits").record_change(Event(0, 1.0, "deploy", "m"))
-
-
 class Refusing:
     """An audit log, what its replicas have refused, and the time."""
 

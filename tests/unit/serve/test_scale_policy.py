@@ -9,8 +9,17 @@ import pytest
 from shoal.batching.batcher import BatcherCounts
 from shoal.batching.latency_model import ForwardTime
 from shoal.errors import ConfigError
-from shoal.serve.scaling.policy import Budget, Decision, EndpointLoad, ReplicaLoad, ScalePolicy
-from shoal.serve.scaling.replica_counts import LoadMeter, ModelLoad, decode, encode
+from shoal.serve.scaling import (
+    Budget,
+    Decision,
+    EndpointLoad,
+    LoadMeter,
+    ModelLoad,
+    ReplicaLoad,
+    ScalePolicy,
+    decode,
+    encode,
+)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.scale import ScaleSpec

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from shoal.batch_tree import tensors_of
+
 # operator -> (the argument with the full size, factor of (n - 1) / n)
 _FULL_ARGUMENT: dict[str, tuple[int, float]] = {
     "allreduce_": (0, 2.0),
@@ -53,30 +55,25 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 def sent_bytes(op: Any, args: Sequence[Any], out: Any) -> float:
     """The bytes that this rank sends in one call of `op`; 0 for operators that are not collectives."""
     name: str = op._overloadpacket.__name__
+    if op.namespace == "c10d" and name == "send":
+        return float(_count_bytes(args[0]))
+    if not is_collective(op):
+        return 0.0
     if op.namespace == "c10d":
-        if name == "send":
-            return float(_count_bytes(args[0]))
-        if name not in _FULL_ARGUMENT:
-            return 0.0
         index, factor = _FULL_ARGUMENT[name]
-        if "reduce_scatter" in name and is_on_cpu(args):
-            factor = 2.0
-        return factor * _count_bytes(args[index]) * _share(_find_group(args).size())
-    if op.namespace in _NAMESPACES:
-        name = name.removesuffix("_")
-        if name not in _FUNCTIONAL:
-            return 0.0
-        takes_whole, factor = _FUNCTIONAL[name]
-        if "reduce_scatter" in name and is_on_cpu(args):
-            factor = 2.0
-        return factor * _count_bytes(args[0] if takes_whole else out) * _share(_find_named_group(op, args).size())
-    return 0.0
+        full = args[index]
+    else:
+        takes_whole, factor = _FUNCTIONAL[name.removesuffix("_")]
+        full = args[0] if takes_whole else out
+    if "reduce_scatter" in name and is_on_cpu(args):
+        factor = 2.0
+    num_ranks = _find_group(op, args).size()
+    return factor * _count_bytes(full) * (num_ranks - 1) / num_ranks
 
 
 def find_group_ranks(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """The ranks of the group of a collective `op`, in order."""
-    group = _find_group(args) if op.namespace == "c10d" else _find_named_group(op, args)
-    return tuple(dist.get_process_group_ranks(group))
+    return tuple(dist.get_process_group_ranks(_find_group(op, args)))
 
 
 def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
@@ -91,7 +88,7 @@ def find_scratch_tensors(op: Any, args: Sequence[Any], out: Any) -> list[Tensor]
         whole = out
     elif name.startswith("reduce_scatter_tensor"):
         whole = args[0]
-    return _flatten(whole)
+    return list(tensors_of(whole))
 
 
 def is_collective(op: Any) -> bool:
@@ -104,7 +101,7 @@ def is_collective(op: Any) -> bool:
 
 def is_on_cpu(args: Sequence[Any]) -> bool:
     """Whether Gloo runs it, and not a device's own library."""
-    return not _is_cuda_assumed and any(each.is_cpu for each in _flatten(args))
+    return not _is_cuda_assumed and any(each.is_cpu for each in tensors_of(args))
 
 
 @contextmanager
@@ -118,24 +115,17 @@ def assume_cuda(is_assumed: bool) -> Iterator[None]:
         _is_cuda_assumed = before
 
 
-def _flatten(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _flatten(each)] if isinstance(value, (list, tuple)) else []
-
-
-def _share(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
-
-
-def _find_group(args: Sequence[Any]) -> dist.ProcessGroup:
+def _find_group(op: Any, args: Sequence[Any]) -> dist.ProcessGroup:
     """The group among the arguments."""
-    for each in args:
-        group = _unbox_group(each)
-        if group is not None:
-            return group
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    if op.namespace == "c10d":
+        group = next((group for each in args if (group := _unbox_group(each)) is not None), None)
+    else:
+        named = args[[argument.name for argument in op._schema.arguments].index("group_name")]
+        is_name = isinstance(named, str)
+        group = _resolve_process_group(dist.GroupName(named)) if is_name else _unbox_group(named)
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _unbox_group(value: Any) -> dist.ProcessGroup | None:
@@ -149,16 +139,6 @@ def _unbox_group(value: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _find_named_group(op: Any, args: Sequence[Any]) -> dist.ProcessGroup:
-    names = [argument.name for argument in op._schema.arguments]
-    group = args[names.index("group_name")]
-    if isinstance(group, str):
-        return _resolve_process_group(dist.GroupName(group))
-    group = _unbox_group(group) or dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _count_bytes(value: Any) -> int:
     """Bytes of the tensors in `value`, at any nesting."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _flatten(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))

@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from shoal.batch_tree import tensors_of
 from shoal.cost.measure import collective_bytes, flop_formulas
 from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
 
@@ -99,9 +100,9 @@ class OpCounter(TorchDispatchMode):
         if any(issubclass(each, Tensor) and hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a DTensor or similar: its inner operators are counted, on this rank's part
         kwargs = kwargs or {}
-        if threading.get_ident() != self._thread and not any(each.is_cuda for each in _tensors((args, kwargs))):
+        if threading.get_ident() != self._thread and not any(each.is_cuda for each in tensors_of((args, kwargs))):
             return func(*args, **kwargs)  # on Gloo's own threads, which move their own copies
-        for each in _tensors((args, kwargs)):
+        for each in tensors_of((args, kwargs)):
             self._note_tensor(each, is_new=False)
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
@@ -122,7 +123,7 @@ class OpCounter(TorchDispatchMode):
                 torch.empty_like(each)
                 self._grow(each.nbytes)
                 self._allocated_bytes -= each.nbytes
-        for each in _tensors(out):
+        for each in tensors_of(out):
             self._note_tensor(each, is_new=True)
         self._count(func, args, kwargs, out)
         self.counts.live_bytes.append(self._recent_bytes)
@@ -237,13 +238,3 @@ def count_ops(
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         meter.counts.peak_bytes = meter.counts.resident_bytes + meter._peak_bytes
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import DataError
-from shoal.sources.deduplicator import WINDOW, Deduplicator
-from shoal.sources.source import StreamMessage, StreamSource, StreamState
+from shoal.sources.source import WINDOW, Deduplicator, StreamMessage, StreamSource, StreamState
 
 logger = logging.getLogger(__name__)
 POLL_MESSAGES, POLL_S = 256, 1.0

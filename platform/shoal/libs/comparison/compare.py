@@ -33,7 +33,7 @@ from shoal.extend.runs import (
     is_higher_better,
     truncate_middle,
 )
-from shoal.libs.comparison.curves import Axis, MetricSummary, find_end, format_position, sort_names, summarize
+from shoal.libs.comparison.columns import Axis, MetricSummary, find_end, format_position, sort_names, summarize
 from shoal.plugins.find import load_reference
 from shoal.runs import load
 from shoal.search.space import flatten

@@ -9,11 +9,23 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from shoal.plugins.library import Library
+
 # Read by the hub's library when it is imported. HF_HUB_OFFLINE=0 lets it use the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if TYPE_CHECKING:
     from shoal.libs.hf.tasks import CausalLM, ImageClassification, SequenceClassification, TokenClassification
+
+LIBRARY = Library(
+    "hf",
+    verbs={
+        "models push": ("shoal.libs.hf.commands:push", "Write a version as a folder of Hugging Face."),
+        "models pull": ("shoal.libs.hf.commands:pull", "Register a folder of Hugging Face."),
+    },
+    names={"hf": "shoal.libs.hf"},
+    extensions={"shoal.weight_folders": {"adapter_config.json": "shoal.libs.hf.adapters:open_adapters"}},
+)
 
 __all__ = ["causal_lm", "image_classification", "sequence_classification", "token_classification"]
 

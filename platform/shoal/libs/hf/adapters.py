@@ -19,6 +19,7 @@ from shoal.errors import ConfigError, SpecMismatch
 from shoal.extend.registry import ModelVersion
 from shoal.extend.train import read_state_dict
 from shoal.libs.hf.network import PEFT_FIELDS, LoraSpec, RenamedTensors, make_lora_config
+from shoal.libs.hf.source import read_json
 from shoal.weights.tensor_files import open_tensors
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -59,11 +60,7 @@ def read_adapter_config(folder: Path) -> tuple[LoraSpec, dict[str, Any]]:
     """
     from peft import LoraConfig
 
-    try:
-        values = json.loads((folder / CONFIG).read_text())
-        values.items()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("adapter", str(folder / CONFIG), f"cannot be read: {error}") from error
+    values = read_json("adapter", folder / CONFIG)
     if values.get("peft_type") != "LORA":
         raise ConfigError("peft_type", values.get("peft_type"), "is not LORA", "give adapters of LoRA")
     plain = json.loads(json.dumps(LoraConfig().to_dict(), default=str))

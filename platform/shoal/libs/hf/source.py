@@ -109,12 +109,17 @@ def _find_snapshot(folder: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of `config.json`. Raises ConfigError."""
+    return read_json("model", folder / CONFIG)
+
+
+def read_json(field: str, path: Path) -> dict[str, Any]:
+    """A configuration in a file. Raises ConfigError."""
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("model", str(folder / CONFIG), f"cannot be read: {error}") from error
+        raise ConfigError(field, str(path), f"cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError("model", str(folder / CONFIG), "is no configuration")
+        raise ConfigError(field, str(path), "is no configuration")
     return config
 
 

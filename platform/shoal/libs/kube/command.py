@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import yaml
@@ -29,6 +29,7 @@ from shoal.libs.kube.manifests import (
 )
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
 from shoal.recipes import recipe_folder
+from shoal.yaml_text import read_fields
 
 PREFIX = "kube."
 RECIPES = "/opt/shoal/jobs"  # in the image
@@ -107,10 +108,7 @@ def cluster(
     out: Folder = MANIFESTS,
 ) -> Iterator[str]:
     """A RayCluster that stays."""
-    own, theirs = _split(arguments)
-    if theirs:
-        raise ConfigError("kube", theirs[0], "is no field of a cluster", f"write {PREFIX}A.B=C")
-    spec = _load(file, own, "shoal")
+    spec = _load_alone(file, arguments, "cluster", "shoal")
     return _write(spec, make_cluster(spec), out)
 
 
@@ -127,10 +125,7 @@ def console(
 
     Without kube.tls_secret it listens at its pod's loopback alone, where the printed `kubectl port-forward` leads.
     """
-    own, theirs = _split(arguments)
-    if theirs:
-        raise ConfigError("kube", theirs[0], "is no field of a console", f"write {PREFIX}A.B=C")
-    spec = _load(file, own, "console")
+    spec = _load_alone(file, arguments, "console", "console")
     yield from _write(spec, make_console(spec, names, cluster), out)
     target = f"-n {spec.namespace} deployment/{spec.name}"
     scheme = "https" if spec.tls_secret else "http"
@@ -159,19 +154,20 @@ def _to_name(text: str) -> str:
 
 
 def _load(file: Path | None, overrides: Sequence[str], name: str) -> KubeSpec:
-    values: Any = {}
-    if file is not None:
-        try:
-            values = yaml.safe_load(file.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError("file", str(file), f"cannot be read: {error}", "name a file of YAML") from None
-        if not isinstance(values, dict):
-            raise ConfigError("file", str(file), "holds no fields", "write it as `image: IMAGE`")
+    values = {} if file is None else read_fields(file, "file", "write it as `image: IMAGE`")
     try:
         return KubeSpec.parse(merge({"name": name, **values}, parse_overrides(KubeSpec, overrides)))
     except ConfigError as error:  # by the field's name on the command line: a job has `workers` of its own
         field = PREFIX.rstrip(".") if error.field == KubeSpec.__name__ else f"{PREFIX}{error.field}"
         raise ConfigError(field, error.value, error.problem, error.remedy) from None
+
+
+def _load_alone(file: Path | None, arguments: Sequence[str], what: str, name: str) -> KubeSpec:
+    """The spec of what has no job, and so no other fields."""
+    own, theirs = _split(arguments)
+    if theirs:
+        raise ConfigError("kube", theirs[0], f"is no field of a {what}", f"write {PREFIX}A.B=C")
+    return _load(file, own, name)
 
 
 def _require_capacity(spec: KubeSpec, overrides: Sequence[str]) -> None:

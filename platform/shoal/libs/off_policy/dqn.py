@@ -13,20 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.extend.models import mask_logits
-from shoal.extend.rl import (
-    ExperienceBatch,
-    Normalizer,
-    RLSpec,
-    SampleShard,
-    find_device,
-    network_kwargs,
-    to_observations,
-)
+from shoal.extend.rl import ExperienceBatch, SampleShard, to_observations
 from shoal.libs.off_policy.configs import DQNConfig
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.libs.off_policy.replay import Replay, ReplaySample, collect_all
-from shoal.wire import ExperienceSpec
 
 
 class DQNLosses(NamedTuple):
@@ -59,18 +50,10 @@ def dqn_loss(q: Tensor, actions: Tensor, targets: Tensor, weights: Tensor, delta
 class DQN(QLearning[Replay]):
     """Steps of Adam on `batch_size` drawn steps."""
 
+    network = QNetwork
     model: QNetwork
     _target: QNetwork
-
-    def __init__(
-        self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
-    ) -> None:
-        assert isinstance(spec.algorithm, DQNConfig)
-        self._config = config = spec.algorithm
-        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
-        model: QNetwork = QNetwork(**network_kwargs(spec, experience)).to(self.device)
-        self._experience = experience
-        super().__init__(config, model, self.make_replay(folder) if has_replay else None)
+    _config: DQNConfig
 
     def make_replay(self, folder: Path | None) -> Replay:
         return Replay(self._experience, *make_ring_options(self._config, folder, self._config.priority_exponent))

@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +23,18 @@ from shoal.extend.rl import (
     ExperienceBatch,
     Metrics,
     NonFiniteLoss,
+    Normalizer,
+    RLSpec,
     SampleShard,
+    find_device,
+    network_kwargs,
     restore_optimizer,
 )
 from shoal.libs.off_policy.configs import QLearningConfig, SACConfig
 from shoal.libs.off_policy.q_network import QNetwork, RecurrentQNetwork
 from shoal.libs.off_policy.replay import Replay
 from shoal.libs.off_policy.sequence_replay import SequenceReplay
-from shoal.wire import Segment
+from shoal.wire import ExperienceSpec, Segment
 
 _log = logging.getLogger(__name__)
 
@@ -203,13 +207,20 @@ class QLearning(ReplayAlgorithm[R]):
     """`samples_per_insert` drawn steps for every inserted one, in steps of Adam, with a target network and an
     exploration that travels with the weights."""
 
+    network: ClassVar[type[QNetwork | RecurrentQNetwork]]
     model: QNetwork | RecurrentQNetwork
+    _config: QLearningConfig
 
-    def __init__(self, config: QLearningConfig, model: QNetwork | RecurrentQNetwork, replay: R | None) -> None:
-        self._settings, self.model = config, model
-        self._has_replay = replay is not None
-        if replay is not None:
-            self._replay = replay
+    def __init__(
+        self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
+    ) -> None:
+        assert isinstance(spec.algorithm, QLearningConfig)
+        self._config = config = spec.algorithm
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
+        self.model = model = self.network(**network_kwargs(spec, experience)).to(self.device)
+        self._experience, self._has_replay = experience, has_replay
+        if has_replay:
+            self._replay = self.make_replay(folder)
         self._target = copy.deepcopy(model).requires_grad_(False)
         self._parameters, self._target_parameters = flatten_parameters(model), flatten_parameters(self._target)
         self._optimizer = torch.optim.Adam([self._parameters], lr=config.learning_rate, fused=True)
@@ -230,9 +241,9 @@ class QLearning(ReplayAlgorithm[R]):
         self._num_inserted += batch.num_steps
         self._set_epsilon()
         replay = self._replay
-        if replay.num_steps < self._settings.learning_starts and replay.num_drawable < replay.capacity // 2:
+        if replay.num_steps < self._config.learning_starts and replay.num_drawable < replay.capacity // 2:
             return  # also where a restored replay is empty
-        self._num_owed += self._settings.samples_per_insert * batch.num_steps
+        self._num_owed += self._config.samples_per_insert * batch.num_steps
         num_drawn = self.count_draws()
         while self._num_owed >= num_drawn and replay.num_drawable:
             self._num_owed -= num_drawn
@@ -256,7 +267,7 @@ class QLearning(ReplayAlgorithm[R]):
         gradient.zero_()
         total.backward()
         sums = group.sum_gradients([self._parameters], metrics, loss.num_steps, share.num_steps)
-        sums["learner/grad_norm"] = clip_gradient(gradient, self._settings.max_grad_norm)
+        sums["learner/grad_norm"] = clip_gradient(gradient, self._config.max_grad_norm)
         require_finite(list(sums.values()))
         del sums["squares"]  # finite beyond what the slope of Huber's loss bounds, too
         if not is_trial:
@@ -266,7 +277,7 @@ class QLearning(ReplayAlgorithm[R]):
     def _take_optimizer_step(self) -> None:
         self._optimizer.step()
         self._num_updates += 1
-        if self._num_updates % self._settings.target_update_period == 0:
+        if self._num_updates % self._config.target_update_period == 0:
             self._target_parameters.data.copy_(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,7 +295,7 @@ class QLearning(ReplayAlgorithm[R]):
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
         self._target.load_state_dict(state["target"])
-        restore_optimizer(self._optimizer, state["optimizer"], self._settings.learning_rate)
+        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
         if self._has_replay:
             self._replay.load_state_dict(state["replay"])
         self._num_inserted, self._num_updates = state["num_inserted"], state["num_updates"]
@@ -292,8 +303,8 @@ class QLearning(ReplayAlgorithm[R]):
 
     def _set_epsilon(self) -> None:
         """Set ε: it falls from 1 to `epsilon`, linearly in the inserted steps."""
-        progress = min(1.0, self._num_inserted / self._settings.epsilon_steps)
-        self.model.epsilon.fill_(1.0 + progress * (self._settings.epsilon - 1.0))
+        progress = min(1.0, self._num_inserted / self._config.epsilon_steps)
+        self.model.epsilon.fill_(1.0 + progress * (self._config.epsilon - 1.0))
 
 
 def flatten_parameters(model: nn.Module) -> nn.Parameter:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.extend.models import mask_logits
-from shoal.extend.rl import ExperienceBatch, Normalizer, RLSpec, SampleShard, find_device, network_kwargs
+from shoal.extend.rl import ExperienceBatch, RLSpec, SampleShard
 from shoal.libs.off_policy.configs import R2D2Config
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import RecurrentQNetwork, invert_rescaling
@@ -108,19 +108,19 @@ class _Evaluation(NamedTuple):
 class R2D2(QLearning[SequenceReplay]):
     """Steps of Adam on `batch_size` drawn sequences."""
 
+    network = RecurrentQNetwork
     model: RecurrentQNetwork
     _target: RecurrentQNetwork
+    _config: R2D2Config
 
     def __init__(
         self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
     ) -> None:
-        assert isinstance(spec.algorithm, R2D2Config)
-        self._config = config = spec.algorithm
+        config = spec.algorithm
+        assert isinstance(config, R2D2Config)
         self._shape = SequenceShape(config.sequence_length, config.burn_in, config.num_steps)
-        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
-        model: RecurrentQNetwork = RecurrentQNetwork(**network_kwargs(spec, experience)).to(self.device)
-        self._experience, self._state_size = experience, spec.state_size
-        super().__init__(config, model, self.make_replay(folder) if has_replay else None)
+        self._state_size = spec.state_size
+        super().__init__(spec, experience, folder, has_replay)
 
     def make_replay(self, folder: Path | None) -> SequenceReplay:
         options = make_ring_options(self._config, folder, self._config.priority_exponent)

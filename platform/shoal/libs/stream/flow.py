@@ -21,7 +21,8 @@ import torch
 import shoal.runs
 from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError
-from shoal.extend.cluster import end_programs, expected_run_id, job_main, start_program
+from shoal.extend.cluster import end_programs, job_main, start_program
+from shoal.extend.flows import recorded_run
 from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
@@ -86,9 +87,7 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
     """
     check_stream(spec)
     torch.set_num_threads(1)  # batches of a few rows: a second thread costs more than it computes
-    with shoal.runs.recording(
-        spec.to_record(), job, begun=JOB, kind=shoal.runs.RunKind.STREAM, resumed=spec.resume, run_id=expected_run_id()
-    ) as recorder:
+    with recorded_run(spec, job, JOB) as recorder:
         with ExitStack() as stack:
             here = _start_own_broker(spec, recorder, stack)
             monitor = _Monitor(here, recorder, stack.enter_context(shutdown_event()))
@@ -107,7 +106,6 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
         monitor.finish(loop)
         if monitor.asked.is_set():
             raise KeyboardInterrupt
-    shoal.runs.write_report_at_end(recorder.id)
     return recorder.id
 
 

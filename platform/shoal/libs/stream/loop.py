@@ -60,7 +60,7 @@ from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import CommitSpec
 from shoal.libs.stream.trainer import OnlineTrainer, PrequentialTotals, SensorForecast
 from shoal.sources import Delivery, StreamSource, StreamState
-from shoal.sources.deduplicator import WINDOW, Deduplicator
+from shoal.sources.source import WINDOW, Deduplicator
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
 PAUSE_S = 0.005  # without a message for so long, what is pending is learnt

@@ -13,9 +13,10 @@ import numpy as np
 
 import shoal.runs
 from shoal.errors import RunError, needs_extra
-from shoal.extend.cluster import expected_run_id, job_main, print_too
+from shoal.extend.cluster import job_main, print_too
+from shoal.extend.flows import recorded_run
 from shoal.extend.registry import Criterion
-from shoal.extend.runs import RunKind, RunRecorder, format_number
+from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
@@ -41,9 +42,7 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
     Raises RunError when no trial could be trained, PlanError when none fits on the cluster, RegistryError.
     """
     checked = checked or check_sweep(spec)
-    with shoal.runs.recording(
-        spec.to_record(), job, begun="sweeping", kind=RunKind.SWEEP, resumed=spec.resume, run_id=expected_run_id()
-    ) as recorder:
+    with recorded_run(spec, job, "sweep", "sweeping") as recorder:
         record = shoal.runs.load(recorder.id)
         before = record if spec.resume and SWEEPING in record.last_events() else None
         log = TrialLog(recorder)
@@ -74,7 +73,6 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
         print(f"run {recorder.id}: the best of {len(sweep.trials)} is {found}")
         if spec.registers:
             _register(spec, checked, recorder, best)
-    shoal.runs.write_report_at_end(recorder.id)
     return recorder.id
 
 

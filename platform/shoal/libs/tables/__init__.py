@@ -5,3 +5,7 @@ tokens       a table as features of its cells and rows
 closed_form  Bayesian regressors, which the network weighs
 prior        the tables that it is trained on
 """
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library("tables", names={"few_rows": "shoal.libs.tables.few_rows:few_rows"})

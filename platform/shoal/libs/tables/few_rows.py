@@ -44,7 +44,7 @@ class FewRows:
         self._network, self._target = load_network(Registry().get(model).ref if model else ""), ""
         if isinstance(y, str):
             self._target, (X, y) = y, _split(X, y)
-        require_equal_rows("y", y, "X", X)
+        require_equal_rows(X, y)
         self._encoder = TableEncoder(X)
         self._x = self._encoder.encode("X", X)
         self._classes, self._y = _read_targets(y)

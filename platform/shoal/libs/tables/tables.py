@@ -32,7 +32,7 @@ def build_tables(X: Any, y: Any, X_query: Any) -> dict[str, np.ndarray]:
     if names is None and (asked := find_names(X_query)) is not None:
         remedy = "give X as a frame too, or X_query.to_numpy()"
         raise DataError("X_query", ", ".join(asked), "its columns have names, and those of X have none", remedy)
-    require_equal_rows("y", y, "X", X)
+    require_equal_rows(X, y)
     targets = to_floats("y", y)
     targets = targets[:, None] if targets.ndim == 1 else targets
     arrays = {"x": to_floats("X", X), "y": targets, "x_query": to_floats("X_query", X_query, names)}

@@ -8,6 +8,7 @@ are imported at their first use.
 from typing import TYPE_CHECKING
 
 from shoal.extend import load_on_demand
+from shoal.plugins.library import Library
 
 if TYPE_CHECKING:
     from shoal.libs.tabular.dataset import Table as Table
@@ -16,5 +17,14 @@ if TYPE_CHECKING:
     from shoal.libs.tabular.network import ColumnEmbedding as ColumnEmbedding
     from shoal.libs.tabular.network import TableNetwork as TableNetwork
     from shoal.libs.tabular.task import TableTask as TableTask
+
+LIBRARY = Library(
+    "tabular",
+    extensions={
+        "shoal.data_names": {"table": "shoal.libs.tabular.dataset:table"},
+        "shoal.panels": {"training": "shoal.libs.tabular.trees:PANELS"},
+    },
+    names={"tabular": "shoal.libs.tabular"},
+)
 
 __getattr__ = load_on_demand(__name__)

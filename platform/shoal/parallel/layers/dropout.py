@@ -136,17 +136,14 @@ class SeededDropout(nn.Dropout):
 _CHANNELS = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
-def seed_dropout(model: nn.Module, draws: DropoutRng, prefix: str = "") -> None:
-    """Let the dropout layers of `model` draw from `draws`, in place.
-
-    prefix: the path of `model` in the full model, for a stage: layers are distinguished by their full names.
-    """
+def seed_dropout(model: nn.Module, draws: DropoutRng) -> None:
+    """Let the dropout layers of `model` draw from `draws`, in place. Layers are distinguished by their names."""
     for name, module in model.named_modules():
         if type(module) in _CHANNELS:
             channels = _CHANNELS[type(module)]
             module.__class__ = SeededDropout
             assert isinstance(module, SeededDropout)
             module.rng = draws
-            module.layer = crc32(f"{prefix}{name}".encode())
+            module.layer = crc32(name.encode())
             module.channels = channels
             module.part = None

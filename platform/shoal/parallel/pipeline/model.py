@@ -28,8 +28,15 @@ from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
 from shoal.parallel.loss import LOSS, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, find_means
-from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
-from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics, copy_task
+from shoal.parallel.model import (
+    Observer,
+    ParallelModel,
+    TaskProtocol,
+    compute_loss_and_metrics,
+    copy_task,
+    iter_chunks,
+    split_micro_batches,
+)
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks

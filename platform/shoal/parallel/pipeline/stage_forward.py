@@ -160,16 +160,16 @@ class StageForward:
             return forward(*args, **kwargs)
         if action.kind == "skip":
             return self.make_placeholder(name, module, forward, args, kwargs)
+        given = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
         if action.kind == "leave":
-            raise _LeaveForward(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
+            raise _LeaveForward(given)
         received, self._received = self._received, None
-        placeholder = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
         assert received is not None, "a module is called twice where it was called once"
         is_written = False
         expected = (received.shape, received.dtype)
-        if isinstance(placeholder, Tensor) and (placeholder.shape, placeholder.dtype) == expected:
+        if isinstance(given, Tensor) and (given.shape, given.dtype) == expected:
             with suppress(RuntimeError):  # a view that autograd cannot track: then only the call gets it
-                placeholder.copy_(received)  # so that the caller (`x = x + block(x)`) gets it, too
+                given.copy_(received)  # so that the caller (`x = x + block(x)`) gets it, too
                 is_written = True
         if not is_written:
             args, kwargs = replace_argument(args, kwargs, action.argument, received)

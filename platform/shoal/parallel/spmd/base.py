@@ -28,8 +28,14 @@ from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
 from shoal.parallel.loss import LOSS, Loss, StepCounts, get_value, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, find_means, measure
-from shoal.parallel.micro_batches import split_micro_batches
-from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics, copy_task
+from shoal.parallel.model import (
+    Observer,
+    ParallelModel,
+    TaskProtocol,
+    compute_loss_and_metrics,
+    copy_task,
+    split_micro_batches,
+)
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.activation_checkpointing import checkpoint_activations
 from shoal.parallel.spmd.rank_consistency import check_buffers

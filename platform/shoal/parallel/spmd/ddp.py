@@ -29,8 +29,7 @@ from shoal.parallel.comm.world import World
 from shoal.parallel.layers.batch_norm import globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.loss import get_value
-from shoal.parallel.micro_batches import split_micro_batches
-from shoal.parallel.model import TaskProtocol
+from shoal.parallel.model import TaskProtocol, split_micro_batches
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.parallel.state.module_snapshot import preserve_module

@@ -113,10 +113,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.devi
     `clip_grad_norm_`."""
     parameters = list(parameters)
     norm = global_norm(parameters, device)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [get_local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    scale(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.atomic_file import describe_newer_format, is_newer_format
+from shoal.atomic_file import require_known_format
 from shoal.errors import ConfigError, InvalidSegment, ProtocolViolation, RunError
 from shoal.rl.experience.segment_ledger import ActorKey, LedgerChanges
 from shoal.store import KeyTaken, Store, open_store, store_variable
@@ -166,8 +166,7 @@ class SegmentLog:
             return None
         try:
             fields = msgspec.msgpack.decode(payload)
-            if is_newer_format(fields["format"], FORMAT):
-                raise RunError(describe_newer_format(location, fields["format"], FORMAT))
+            require_known_format(location, fields, FORMAT, RunError)
             return msgspec.convert(fields, Group)
         except (msgspec.MsgspecError, TypeError, KeyError) as error:
             raise RunError(f"{location} is damaged ({error}): put a copy in its place, or begin a new run") from None

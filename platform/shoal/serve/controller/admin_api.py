@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from shoal.errors import InferenceError, RegistryError
-from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.change_request import (
+    ASKED,
     ChangeRequest,
     append_details,
     append_shares,
@@ -28,81 +28,30 @@ from shoal.serve.controller.change_request import (
 )
 from shoal.serve.controller.config import LOAD_TIMEOUT_S
 from shoal.serve.controller.controller import EndpointController
-from shoal.serve.controller.rollout import Goal, Phase, repoint
+from shoal.serve.controller.live_control import LiveControl
+from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, ModelState
-from shoal.serve.messages.desired_state import NEWEST
-from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LATEST
 
 
-class AdminApi:
-    """The administration of one endpoint.
-
-    registry: folder of the registry that new models come from
-    options:  how a new model is served, by its name
-    """
+class RegisteredControl:
+    """The changes of models that come from a registry: as `LiveControl` has them of those that follow a run, which need
+    no agreement of the replicas."""
 
     def __init__(self, controller: EndpointController, registry: str, options: Callable[[str], ModelOptions]) -> None:
         self._controller = controller
+        self._store = controller.store
         self._models = controller.state.models
-        self._live = controller.live
-        self._wait_until = controller.wait_until
+        self._wait_until = controller.store.wait_until
         self._registry = registry
         self._options = options
 
-    async def administer(self, values: Mapping[str, Any], by: str) -> str:
-        """Make a change, and return the model's name when every replica has followed. Raises InferenceError."""
-        change = parse_change(values)
-        match change.action:
-            case "deploy":
-                await self._deploy(change, by)
-            case "set":
-                self._get_model(change.model)
-                reason = append_details(change.reason, ", ".join(list_options(change.options)))
-                await self._deploy(msgspec.structs.replace(change, reason=reason), by, kind="set")
-            case "canary" | "shadow":
-                await self._open_canary(change, by)
-            case "promote":
-                await self._promote(change, by)
-            case "rollback":
-                await self._rollback(change, by)
-            case "delete":
-                await self._delete(change, by)
-            case "metric":
-                self._record_metric(change)
-        await self._wait_until(self._controller.is_applied_everywhere, change.timeout_s)
-        return change.model
-
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        """The protocol's load: parameters `version` (a number or an alias) and `config` (JSON of ModelOptions)."""
-        unknown = parameters.keys() - {"version", "config"}
-        if unknown:
-            raise InferenceError(400, f"parameter {min(unknown)!r} is unknown: expected version, config")
-        options: dict[str, Any] = {}
-        if "config" in parameters:
-            try:
-                options = json.loads(parameters["config"])
-            except (TypeError, ValueError) as error:
-                raise InferenceError(400, f"parameter 'config' is not JSON: {error}") from None
-            if not isinstance(options, dict):
-                raise InferenceError(400, "parameter 'config' is not a JSON object of options")
-        version = str(parameters.get("version", ""))
-        values = {"action": "deploy", "model": name, "version": version, "options": options, "reason": "loaded"}
-        await self._deploy(parse_change({**values, "timeout_s": LOAD_TIMEOUT_S}), by, kind="load")
-
-    async def unload(self, name: str, by: str) -> None:
-        await self._delete(parse_change({"action": "delete", "model": name, "reason": "unloaded"}), by)
-
-    async def _deploy(self, change: ChangeRequest, by: str, kind: str = "deploy") -> None:
+    async def deploy(self, change: ChangeRequest, by: str, kind: str) -> None:
+        """Serve the named version, or the present one under other options; a model that is new, too."""
         controller, name = self._controller, change.model
         model = self._models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
-        if before.is_live:
-            problem = f"model {name!r} follows the weights of a run, which selects its versions and its options"
-            raise InferenceError(
-                409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
-            )
         base = before.options or self._options(name).model_dump(mode="json")
         selector = change.version_ref or before.version
         deployment = Deployment(name, before.registry, selector, parse_options(change.options, base))
@@ -128,65 +77,42 @@ class AdminApi:
                 controller.remove_model(name, by, "it could not be loaded")
             raise
 
-    async def _open_canary(self, change: ChangeRequest, by: str) -> None:
+    async def open_canary(self, change: ChangeRequest, by: str) -> None:
         """Stage a version as canary or shadow, or give the open candidate other shares; 0 ends a shadow."""
-        name, model = change.model, self._get_model(change.model)
-        problem = f": only those can get a share, and no version by its number. Name {name} alone"
-        version = self._select_version(change, model, problem)
+        name, model = change.model, self._models[change.model]
+        version = self._select_version(change, model)
         if not version:
             raise InferenceError(400, f"{change.action} needs a version of {name!r}: name {name}@2 or {name}@candidate")
-        if model.rollout.phase is not Phase.CANARY or model.rollout.candidate != version:
-            self._require_open(model)
-            if change.action == "shadow" and not change.percent:
-                raise InferenceError(409, f"model {name!r} has no shadow that could end: see its status")
-            if model.rollout.stable == NEWEST:
-                await self._pin_live(change, by, change.reason, stay=True)
-                model = self._get_model(name)
-            if model.rollout.phase is Phase.VACANT:
-                raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
-            if model.rollout.stable == version:
-                if version == NEWEST:
-                    raise InferenceError(409, f"model {name!r} follows its run again")
-                raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
         rollout = model.rollout
         shares = change.shares_over(rollout.shares)
-        if rollout.phase is Phase.CANARY or version == NEWEST:
-            if change.action == "shadow" and not change.percent and rollout.shares.is_shadow:
-                await self._rollback(msgspec.structs.replace(change, version=""), by)
+        if rollout.phase is Phase.CANARY and rollout.candidate == version:
+            if change.ends_shadow and rollout.shares.is_shadow:
+                await self.rollback(msgspec.structs.replace(change, version=""), by)
                 return
-            shared = replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares)
-            if version == NEWEST:  # each replica has it already
-                shared = repoint(shared, rollout.stable, shares)
             reason = append_shares(change.reason, shares)
-            self._controller.record_event(change.action, name, version, rollout.stable, by, reason)
-            self._controller.store.set_rollout(name, shared)
-        else:
-            self._controller.begin_rollout(
-                name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
-            )
-            await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
+            self._store.record_event(change.action, name, version, rollout.stable, by, reason)
+            self._store.set_rollout(name, replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares))
+            return
+        self._require_open(model)
+        change.require_share()
+        if rollout.phase is Phase.VACANT:
+            raise InferenceError(409, f"model {name!r} has no stable version yet: deploy one")
+        if rollout.stable == version:
+            raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
+        self._controller.begin_rollout(
+            name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
+        )
+        await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
 
-    def _select_version(self, change: ChangeRequest, model: ModelState, problem: str) -> int:
-        """The named version, or the candidate; 0 for none. Of a live model the newest: `problem` says why it has no
-        number. Raises InferenceError."""
+    def _select_version(self, change: ChangeRequest, model: ModelState) -> int:
+        """The named version, or the candidate; 0 for none. Raises InferenceError (404)."""
         ref = change.version_ref
-        if model.deployment.is_live:
-            if ref:
-                raise InferenceError(409, f"model {change.model!r} follows the newest weights of its run{problem}")
-            return NEWEST
         return self._resolve_version(model.deployment, ref) if ref else model.rollout.candidate
 
-    async def _promote(self, change: ChangeRequest, by: str) -> None:
-        name, model = change.model, self._get_model(change.model)
-        rollout = model.rollout
-        remedy = f"promote {name}, or roll it back to {change.version_ref} to pin it"
-        version = self._select_version(change, model, f", and no version by its number: {remedy}")
-        if version == NEWEST:
-            if rollout.stable == NEWEST and not model.rejected:
-                problem = f"model {name!r} follows the weights of its run already, and none are rejected"
-                raise InferenceError(409, problem)
-            self._live.follow(name, by, change.reason)
-            return
+    async def promote(self, change: ChangeRequest, by: str) -> None:
+        """Make the candidate the stable version, or a named version where there is none."""
+        name, model = change.model, self._models[change.model]
+        rollout, version = model.rollout, self._select_version(change, model)
         if rollout.phase is not Phase.CANARY:
             if not change.version_ref:
                 raise InferenceError(409, f"model {name!r} has no open candidate: name a version")
@@ -199,7 +125,7 @@ class AdminApi:
         else:
             await self._wait_until_staged(change, model)
             promoted = replace(model.rollout, kind="promote", by=by, why=change.reason)
-            self._controller.store.set_rollout(name, promoted)
+            self._store.set_rollout(name, promoted)
             self._controller.flip(name)
         await self._wait_until_stable(change, version)
 
@@ -219,22 +145,15 @@ class AdminApi:
         if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
 
-    async def _rollback(self, change: ChangeRequest, by: str) -> None:
-        name, model = change.model, self._get_model(change.model)
-        rollout = model.rollout
-        reason = change.reason or "asked for"
-        if model.deployment.is_live and (change.version_ref or rollout.phase is not Phase.CANARY):
-            await self._pin_live(change, by, reason)
-            return
+    async def rollback(self, change: ChangeRequest, by: str) -> None:
+        """Drop the candidate; without one, return to the version before."""
+        name, model = change.model, self._models[change.model]
+        rollout, reason = model.rollout, change.reason or ASKED
         if change.version_ref:
             ref = f"{name}@{change.version_ref}"
             problem = f"a registered model is rolled back to what was stable before: promote {ref} instead"
             raise InferenceError(409, problem)
-        if rollout.candidate != NEWEST:
-            require_from_version(change, rollout.candidate or rollout.stable)
-        elif change.from_version == rollout.stable:
-            what = f"leave the newest weights of its run, not version {rollout.stable}, which is pinned"
-            raise InferenceError(409, f"a rollback of {name!r} would {what}: see its status")
+        require_from_version(change, rollout.candidate or rollout.stable)
         if rollout.phase is Phase.CANARY:
             self._controller.drop_candidate(name, by, reason)
             self._controller.tick()  # begin the alias's present version, and wait for it
@@ -257,88 +176,17 @@ class AdminApi:
         self._controller.begin_rollout(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
         await self._wait_until_stable(change, version)
 
-    async def _pin_live(self, change: ChangeRequest, by: str, reason: str, stay: bool = False) -> None:
-        """Pin a live model to the previous version, or to a named one.
-
-        stay: pin the version that answers
-        """
-        name = change.model
-        with self._live.freeze(name):
-            if not await self._wait_until(self._controller.is_applied_everywhere, change.timeout_s):
-                raise InferenceError(503, f"not every replica reported its versions after {change.timeout_s:g} s")
-            if name not in self._models:
-                raise InferenceError(409, f"model {name!r} was deleted meanwhile")
-            require_from_version(change, self._live.find_newest(name))
-            version = self._live.find_newest(name) if stay else self._select_pinned_version(name, change.version_ref)
-            if not version:
-                raise InferenceError(409, f"model {name!r} has no weights yet")
-            self._live.pin(name, version, by, reason)
-
-        def everywhere() -> bool:
-            return name not in self._models or set(self._live.answering(name)) == {version}
-
-        if not await self._wait_until(everywhere, change.timeout_s):
-            late = sorted(set(self._live.answering(name)) - {version})
-            problem = f"version {version} of {name!r} did not answer everywhere after {change.timeout_s:g} s"
-            raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
-
-    def _select_pinned_version(self, name: str, requested: str) -> int:
-        """The named version, or the one before the version that answers. Raises InferenceError (409)."""
-        available, answering = self._live.available(name), self._live.find_newest(name)
-        there = ", ".join(map(str, available)) or "none"
-        if requested and requested not in map(str, available):
-            raise InferenceError(409, f"version {requested} of {name!r} is not available; available: {there}")
-        version = int(requested) if requested else self._live.before(name, answering)
-        if not version:
-            raise InferenceError(
-                409,
-                f"model {name!r} follows the weights of a run and has no version before {answering}; available:"
-                f" {there}. To stay with one of them, name it",
-            )
-        return version
-
-    async def _delete(self, change: ChangeRequest, by: str) -> None:
-        self._get_model(change.model)
-        self._controller.remove_model(change.model, by, change.reason)
-        reports = self._controller.reports
-
-        def gone() -> bool:
-            return all(change.model not in report.models for report in reports.values())
-
-        if not await self._wait_until(gone, change.timeout_s):
-            raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
-
-    def _record_metric(self, change: ChangeRequest) -> None:
-        model = self._get_model(change.model)
-        guard = ModelOptions.parse(model.deployment.options).guard
-        assert change.value is not None
-        if model.deployment.is_live:
-            require_guard_metric(change, guard)
-            self._judge_newest(change, model, judge(guard, Evidence(metrics={change.metric: change.value})))
-            return
+    def record_metric(self, change: ChangeRequest) -> None:
+        """Give the guard a user's metric of the candidate."""
+        model = self._models[change.model]
         if model.rollout.phase is not Phase.CANARY:
             raise InferenceError(409, f"model {change.model!r} has no open candidate to measure")
         if change.version_ref and change.version_ref != str(model.rollout.candidate):
             raise InferenceError(409, f"the candidate of {change.model!r} is version {model.rollout.candidate}")
-        require_guard_metric(change, guard)
+        require_guard_metric(change, model.deployment.options)
+        assert change.value is not None
         model.metrics[change.metric] = change.value
         self._controller.tick()
-
-    def _judge_newest(self, change: ChangeRequest, model: ModelState, reason: str) -> None:
-        """Judge the version that answers, an earlier one (no rollback then returns to it), or the newest."""
-        name = change.model
-        rollout = model.rollout
-        candidates = self._live.candidates(name) if rollout.phase is Phase.CANARY else []
-        version = (
-            int(change.version_ref)
-            if change.version_ref.isdigit()
-            else max(candidates or self._live.answering(name), default=0)
-        )
-        is_pinned = rollout.stable == version or (rollout.stable != NEWEST and rollout.phase is Phase.STEADY)
-        if reason and version in self._live.available(name) and not is_pinned:
-            if version in self._live.answering(name) and not self._live.before(name, version):
-                raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is available")
-            self._live.reject(name, version, reason)
 
     async def _wait_until_stable(
         self, change: ChangeRequest, version: int, options: Mapping[str, Any] | None = None
@@ -378,11 +226,6 @@ class AdminApi:
     def _is_idle(self, name: str) -> bool:
         return name not in self._models or self._models[name].rollout.is_open
 
-    def _get_model(self, name: str) -> ModelState:
-        if name not in self._models:
-            raise unknown_model(name, self._models)
-        return self._models[name]
-
     def _require_open(self, model: ModelState) -> None:
         rollout = model.rollout
         if not rollout.is_open:
@@ -394,3 +237,77 @@ class AdminApi:
             return self._controller.catalogue(deployment.registry).resolve(deployment.name, selector)
         except RegistryError as error:
             raise InferenceError(404, str(error)) from None
+
+
+class AdminApi:
+    """The administration of one endpoint.
+
+    registry: folder of the registry that new models come from
+    options:  how a new model is served, by its name
+    """
+
+    def __init__(self, controller: EndpointController, registry: str, options: Callable[[str], ModelOptions]) -> None:
+        self._controller, self._store = controller, controller.store
+        self._registered = RegisteredControl(controller, registry, options)
+
+    def _find_control(self, name: str) -> RegisteredControl | LiveControl:
+        """What changes this model; a model that is not served yet comes from a registry."""
+        model = self._store.state.models.get(name)
+        return self._controller.live if model is not None and model.deployment.is_live else self._registered
+
+    async def administer(self, values: Mapping[str, Any], by: str) -> str:
+        """Make a change, and return the model's name when every replica has followed. Raises InferenceError."""
+        change = parse_change(values)
+        control = self._find_control(change.model)
+        if change.action != "deploy":
+            self._store.get_model(change.model)
+        match change.action:
+            case "deploy":
+                await control.deploy(change, by, "deploy")
+            case "set":
+                reason = append_details(change.reason, ", ".join(list_options(change.options)))
+                await control.deploy(msgspec.structs.replace(change, reason=reason), by, "set")
+            case "canary" | "shadow":
+                await control.open_canary(change, by)
+            case "promote":
+                await control.promote(change, by)
+            case "rollback":
+                await control.rollback(change, by)
+            case "delete":
+                await self._delete(change, by)
+            case "metric":
+                control.record_metric(change)
+        await self._store.wait_until(self._store.is_applied_everywhere, change.timeout_s)
+        return change.model
+
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
+        """The protocol's load: parameters `version` (a number or an alias) and `config` (JSON of ModelOptions)."""
+        unknown = parameters.keys() - {"version", "config"}
+        if unknown:
+            raise InferenceError(400, f"parameter {min(unknown)!r} is unknown: expected version, config")
+        options: dict[str, Any] = {}
+        if "config" in parameters:
+            try:
+                options = json.loads(parameters["config"])
+            except (TypeError, ValueError) as error:
+                raise InferenceError(400, f"parameter 'config' is not JSON: {error}") from None
+            if not isinstance(options, dict):
+                raise InferenceError(400, "parameter 'config' is not a JSON object of options")
+        version = str(parameters.get("version", ""))
+        values = {"action": "deploy", "model": name, "version": version, "options": options, "reason": "loaded"}
+        change = parse_change({**values, "timeout_s": LOAD_TIMEOUT_S})
+        await self._find_control(change.model).deploy(change, by, "load")
+
+    async def unload(self, name: str, by: str) -> None:
+        await self._delete(parse_change({"action": "delete", "model": name, "reason": "unloaded"}), by)
+
+    async def _delete(self, change: ChangeRequest, by: str) -> None:
+        self._store.get_model(change.model)
+        self._controller.remove_model(change.model, by, change.reason)
+        reports = self._controller.reports
+
+        def gone() -> bool:
+            return all(change.model not in report.models for report in reports.values())
+
+        if not await self._store.wait_until(gone, change.timeout_s):
+            raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")

@@ -27,7 +27,7 @@ from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed, find_staging_error
 from shoal.serve.controller.state import ModelState, VersionDescription
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.model_errors import OTHER_TENSORS, unknown_model
+from shoal.serve.messages.model_errors import OTHER_TENSORS
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 
 SPREAD_EVERY_S = 2.0
@@ -207,9 +207,7 @@ class Assignments:
 
         Raises InferenceError: 404 for an unknown model, 503 for one that does not load or is too large.
         """
-        model = self._models.get(name)
-        if model is None:
-            raise unknown_model(name, self._models)
+        model = self._store.get_model(name)
         for replica in lost:
             self._count_lost_load(name, replica)
         failed, now_s = self._failed.get(name), self._clock()

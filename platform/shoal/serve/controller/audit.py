@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """The audit log of one endpoint; `path` None writes nothing. endpoint: "" for changes that are of none"""
+    """The audit log of one endpoint. endpoint: "" for changes that are of none"""
 
-    def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._endpoint = endpoint
         self._clock = clock
@@ -85,8 +85,6 @@ class AuditLog:
             self._write({"entry": "refused", **details, **_parse_address(each.origin), **last})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        if self._path is None:
-            return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = (
             json.dumps({"time": now, **({"endpoint": self._endpoint} if self._endpoint else {}), **_truncate(entry)})
@@ -106,7 +104,6 @@ class AuditLog:
 
     def _rotate_if_full(self, added_bytes: int) -> None:
         """Begin another file. One that cannot be renamed grows on: a long file is better than a lost line."""
-        assert self._path is not None
         if not _is_full(self._path, added_bytes):
             return
         with suppress(OSError), file_lock(self._path.with_name(f".{self._path.name}.lock"), ROTATION_TIMEOUT_S):

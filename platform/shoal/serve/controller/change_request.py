@@ -35,6 +35,7 @@ from shoal.serve.spec.model_source import LATEST
 ChangeAction = Literal["deploy", "set", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
 MAX_TIMEOUT_S = 3600.0
+ASKED = "asked for"  # the reason of a rollback whose author gave none
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +60,15 @@ class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def version_ref(self) -> str:
         """The version as text: a number, an alias, or ""."""
         return str(self.version)
+
+    @property
+    def ends_shadow(self) -> bool:
+        return self.action == "shadow" and not self.percent
+
+    def require_share(self) -> None:
+        """Check that this opens a candidate. Raises InferenceError (409)."""
+        if self.ends_shadow:
+            raise InferenceError(409, f"model {self.model!r} has no shadow that could end: see its status")
 
     def shares_over(self, shares: TrafficShares) -> TrafficShares:
         """The candidate's new shares in place of these."""
@@ -136,8 +146,10 @@ def require_from_version(change: ChangeRequest, version: int) -> None:
         raise InferenceError(409, problem)
 
 
-def require_guard_metric(change: ChangeRequest, guard: GuardOptions) -> None:
-    """Check that the guard uses the reported metric. Raises InferenceError (400)."""
+def require_guard_metric(change: ChangeRequest, options: Mapping[str, Any]) -> GuardOptions:
+    """The model's guard, which uses the reported metric. Raises InferenceError (400)."""
+    guard = ModelOptions.parse(options).guard
     if change.metric != guard.metric:
         looks_at = f"{guard.metric!r}, not {change.metric!r}" if guard.metric else "no metric: set guard.metric"
         raise InferenceError(400, f"the guard of {change.model!r} uses {looks_at}")
+    return guard

@@ -35,7 +35,7 @@ from shoal.serve.controller.rollout import (
     stage_version,
 )
 from shoal.serve.controller.state import Deployment, Event, ModelState, StateFile
-from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
+from shoal.serve.messages.desired_state import NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import LATEST, RegistryCatalogue
@@ -298,10 +298,6 @@ class EndpointController:
         models = [report.models.get(name) for report in self.assignments.select(name, self.reports.values())]
         return all(model is not None and candidate in model.staged for model in models)
 
-    def is_applied_everywhere(self) -> bool:
-        """Whether every replica has received the last change."""
-        return all(report.generation >= self.plan.generation for report in self.reports.values())
-
     def flip(self, name: str) -> None:
         """Let the candidate answer everywhere and move the alias to it: both or neither."""
         model = self.state.models[name]
@@ -322,9 +318,11 @@ class EndpointController:
         before. An alias's version is not tried again automatically, whatever else is staged."""
         model = self.state.models[name]
         rollout = model.rollout
+        if model.deployment.is_live:
+            self.live.end_canary(name, by, reason)
+            return
         if rollout.phase is Phase.CANARY:
-            dropped = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
-            self.record_event("rollback", name, rollout.stable, dropped, by, reason)
+            self.record_event("rollback", name, rollout.stable, rollout.candidate, by, reason)
         else:
             model.revert_deployment()
             self.record_event("abandon", name, rollout.candidate, rollout.stable, by, reason)

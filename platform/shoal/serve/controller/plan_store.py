@@ -22,6 +22,7 @@ from shoal.serve.controller.canary_guard import EvidenceCollector
 from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, build_model_plan
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
+from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.spec.model_source import RegistryCatalogue
 
@@ -108,6 +109,16 @@ class PlanStore:
         """Raise the generation past a replica's when the file was lost."""
         if self.state.catch_up_generation(generation):
             self.commit()
+
+    def is_applied_everywhere(self) -> bool:
+        """Whether every replica has received the last change."""
+        return all(report.generation >= self.plan.generation for report in self.reports.values())
+
+    def get_model(self, name: str) -> ModelState:
+        """A model's state. Raises InferenceError (404)."""
+        if name not in self.state.models:
+            raise unknown_model(name, self.state.models)
+        return self.state.models[name]
 
     def list_reports(self, name: str) -> list[ModelReport]:
         """What the replicas that have the model have reported of it."""

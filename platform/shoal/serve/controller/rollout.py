@@ -91,6 +91,11 @@ class Rollout:
         """Whether another rollout may begin."""
         return self.phase in (Phase.VACANT, Phase.STEADY)
 
+    @property
+    def is_following(self) -> bool:
+        """Whether the newest version of a run answers, and none is pinned."""
+        return self.stable == NEWEST
+
 
 FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # the initial rollout of a model that follows a run
 
@@ -142,8 +147,6 @@ def finish_rollout(rollout: Rollout) -> Rollout:
 
 def drop_candidate(rollout: Rollout, reason: str) -> Rollout:
     """Drop a candidate that a replica cannot stage, that is worse than the stable version, or is no longer wanted."""
-    if rollout.candidate == NEWEST:
-        return repoint(rollout, rollout.stable, None)
     refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
     cleared = _enter(rollout, Phase.STEADY, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
     if not refused or rollout.shares.is_shadow:
@@ -155,17 +158,17 @@ def drop_candidate(rollout: Rollout, reason: str) -> Rollout:
 def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None) -> Rollout:
     """Pin a model that follows a run to a version, with `shares` for the run's newest; or let it follow again as a new
     attempt, in which rejected versions may be tried again."""
-    assert shares is None or stable != NEWEST, rollout
     phase = Phase.STEADY if shares is None else Phase.CANARY
-    return replace(
+    moved = replace(
         rollout,
         phase=phase,
         stable=stable,
         candidate=0 if shares is None else NEWEST,
         shares=shares or NO_SHARES,
-        attempt=rollout.attempt + (stable == NEWEST),
         lost_replicas=rollout.lost_replicas if phase is rollout.phase else 0,
     )
+    assert moved.stable != moved.candidate, rollout
+    return replace(moved, attempt=rollout.attempt + 1) if moved.is_following else moved
 
 
 def _enter(rollout: Rollout, phase: Phase, **change: Any) -> Rollout:

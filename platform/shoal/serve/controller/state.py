@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.atomic_file import create_private, describe_newer_format, is_newer_format, log_unknown_fields, make_folder
+from shoal.atomic_file import create_private, log_unknown_fields, make_folder, require_known_format
 from shoal.errors import RunError, WeightsError
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.messages.replica_report import RejectedVersion
@@ -186,8 +186,7 @@ class StateFile:
             return None
         try:
             document = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any])
-            if is_newer_format(number := document.get("format"), FORMAT):
-                raise RunError(describe_newer_format(self._path, number, FORMAT))
+            require_known_format(self._path, document, FORMAT, RunError)
             state = msgspec.convert(document, ControllerState)
             of_state, of_model = ({each.name for each in fields(kind)} for kind in (ControllerState, ModelState))
             parts = {"": (of_state, document)} | {name: (of_model, each) for name, each in document["models"].items()}

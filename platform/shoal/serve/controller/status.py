@@ -156,7 +156,7 @@ class StatusReporter:
             pinned=max(rollout.stable, 0),
             newest_percent=rollout.shares.percent if is_open else None,
             stable=0,
-            candidate=max(controller.live.candidates(name), default=0) if is_open else 0,
+            candidate=controller.live.find_candidate(name) if is_open else 0,
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelCounts | None]:

@@ -1,4 +1,4 @@
-"""The autoscaling policy as Ray Serve's controller calls it: the shell around `scaling.policy.ScalePolicy`.
+"""The autoscaling policy as Ray Serve's controller calls it: the shell around `scaling.ScalePolicy`.
 
 Serve makes one object for a deployment and calls it twenty times a second, in its controller; a decision is made once a
 second. Serve's own delays are off (`options`): its wrapper adds the bounds, and starts a replica for a request that
@@ -19,8 +19,7 @@ from ray.serve.config import AutoscalingContext
 
 from shoal.atomic_file import replace_synced
 from shoal.cluster.ingress.serve_environment import write_sleep_mark
-from shoal.serve.scaling.policy import Budget, EndpointLoad, ScalePolicy
-from shoal.serve.scaling.replica_counts import decode
+from shoal.serve.scaling import Budget, EndpointLoad, ScalePolicy, decode
 from shoal.serve.spec.scale import ScaleSpec
 
 DECIDE_EVERY_S = 1.0

@@ -35,7 +35,7 @@ from shoal.serve.replica.model_manager import ModelManager
 from shoal.serve.replica.peers import PeerTransport
 from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
-from shoal.serve.scaling.replica_counts import LoadMeter, encode
+from shoal.serve.scaling import LoadMeter, encode
 from shoal.serve.spec.endpoint import TRACERS, EndpointSpec, TraceDestination
 from shoal.serve.spec.model_source import LiveModel
 

@@ -41,7 +41,7 @@ from shoal.serve.replica.version_router import (
     VersionTable,
     get_version,
 )
-from shoal.serve.scaling.replica_counts import ModelLoad
+from shoal.serve.scaling import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
 
 logger = logging.getLogger(__name__)

@@ -78,12 +78,12 @@ class EndpointModel:
     options: ModelOptions | None = field(default=None)
 
 
-def model_from_ref(ref: str, options: ModelOptions | None = None, registry: str | None = None) -> EndpointModel:
+def model_from_ref(ref: str, options: ModelOptions | None = None) -> EndpointModel:
     """Parse `name@3`, `name@champion`, `name@latest` or `name` of the registry. Raises ConfigError for an invalid
     reference."""
     name, selector = split_ref(ref)
     selector = LATEST if ref == f"{name}@{LATEST}" else selector
-    return EndpointModel(name, RegisteredModel(name, Registry(registry).location), selector, options)
+    return EndpointModel(name, RegisteredModel(name, Registry().location), selector, options)
 
 
 @dataclass

@@ -65,11 +65,11 @@ def write_chat(answers: Answers) -> Json:
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
 
-async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
+def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     """chat.completion.chunk, and [DONE]."""
-    head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
     begun: set[int] = set()
-    async for answer, text in answers.read():
+
+    def describe(answer: TextAnswer, text: str) -> Json:
         delta: Json = {"content": text} if text else {}
         if answer.index not in begun:
             begun.add(answer.index)
@@ -79,15 +79,11 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         entries = _describe_tokens(answers.job, answer)
         if not (delta or entries or answer.finish):
-            continue
-        choice: Json = {"index": answer.index, "delta": delta, "finish_reason": None}
-        if entries:
-            choice["logprobs"] = {"content": entries, "refusal": None}
-        if answer.finish:
-            choice |= _describe_end(answer)
-        yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
-    for frame in _end_stream(answers, head):
-        yield frame
+            return {}
+        choice: Json = {"index": answer.index, "delta": delta}
+        return choice | ({"logprobs": {"content": entries, "refusal": None}} if entries else {})
+
+    return _stream(answers, "chat.completion.chunk", "chatcmpl-", describe)
 
 
 def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
@@ -107,17 +103,16 @@ def write_completion(answers: Answers) -> Json:
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
 
-async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
+def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
-    head = _make_head(answers, "text_completion", "cmpl-")
-    async for answer, text in answers.read():
+
+    def describe(answer: TextAnswer, text: str) -> Json:
         reported = _list_columns(answers.job, answer)
-        if text or answer.finish or reported:
-            choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
-            choice |= _describe_end(answer) if answer.finish else {}
-            yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
-    for frame in _end_stream(answers, head):
-        yield frame
+        if not (text or answer.finish or reported):
+            return {}
+        return {"index": answer.index, "text": text, "logprobs": reported}
+
+    return _stream(answers, "text_completion", "cmpl-", describe)
 
 
 def prepare_embedding(model: TextModel, body: EmbeddingBody) -> list[TokenIds]:
@@ -155,9 +150,18 @@ def _describe_end(answer: TextAnswer) -> Json:
     return {"finish_reason": answer.finish, "shoal": {"spans": answer.spans}}
 
 
-def _end_stream(answers: Answers, head: Json) -> list[bytes]:
-    usage = {**head, "choices": [], "usage": answers.count_usage()}
-    return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
+async def _stream(
+    answers: Answers, kind: str, prefix: str, describe: Callable[[TextAnswer, str], Json]
+) -> AsyncGenerator[bytes, None]:
+    """A chunk for each new text of an answer of which `describe` has something to say."""
+    head = _make_head(answers, kind, prefix)
+    async for answer, text in answers.read():
+        if choice := describe(answer, text):
+            choice |= _describe_end(answer) if answer.finish else {"finish_reason": None}
+            yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
+    if answers.job.body.stream_options.include_usage:
+        yield write_frame({**head, "choices": [], "usage": answers.count_usage()})
+    yield b"data: [DONE]\n\n"
 
 
 def _take_shown(answer: TextAnswer, wanted: object) -> list[TokenEvent]:

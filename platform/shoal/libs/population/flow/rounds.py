@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,9 +21,8 @@ import shoal.runs
 from shoal import checkpoint
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.extend.cluster import expected_run_id
 from shoal.extend.registry import Criterion, Registry
-from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
+from shoal.extend.runs import NO_CHECKPOINT, RunRecorder, Status, format_number
 from shoal.extend.train import ConsoleLog, EventLog
 from shoal.libs.population.evolution import Decisions, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
@@ -69,21 +67,6 @@ def require_continuation(spec: PopulationSpec | RLPopulationSpec, unchanged: Seq
         if getattr(spec, name) != getattr(recorded, name):
             problem = f"the run has {getattr(recorded, name)!r}"
             raise SpecMismatch(name, getattr(spec, name), problem, "leave it out, or begin a new run")
-
-
-@contextmanager
-def recorded_population(spec: PopulationSpec | RLPopulationSpec, job: str) -> Iterator[RunRecorder]:
-    """The record of a run while it lasts; writes the report at its end."""
-    with shoal.runs.recording(
-        spec.to_record(),
-        job,
-        begun="population",
-        kind=RunKind.POPULATION,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
-    ) as recorder:
-        yield recorder
-    shoal.runs.write_report_at_end(recorder.id)
 
 
 class RoundLog(ConsoleLog):

@@ -28,6 +28,7 @@ from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.extend.cluster import is_connected, job_main
 from shoal.extend.data import Data, Loader, make_loader
+from shoal.extend.flows import recorded_run
 from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World, choose_device, get_value
 from shoal.extend.registry import ModelFactory
 from shoal.extend.runs import RunRecorder, format_metrics
@@ -54,7 +55,6 @@ from shoal.libs.population.flow.rounds import (
     RoundLog,
     choose_spec,
     print_line,
-    recorded_population,
     require_continuation,
 )
 from shoal.libs.population.lineage import rank_members
@@ -272,7 +272,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     unload_if_changed(spec.task)
     checked = check_population(spec)
     torch.set_num_threads(1)  # members, not the operations of one, are computed in parallel
-    with recorded_population(spec, job) as recorder:
+    with recorded_run(spec, job, "population") as recorder:
         task = make_task(spec.task, spec.args)
         data = load_data(task, spec.task)
         print_line(f"run {recorder.id}: {spec.members} members of {spec.task}")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from shoal.extend.cluster import job_main
-from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment
+from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment, recorded_run
 from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import build_evolution
@@ -22,7 +22,6 @@ from shoal.libs.population.flow.rounds import (
     RoundLog,
     choose_spec,
     print_line,
-    recorded_population,
     require_continuation,
 )
 from shoal.libs.population.loop.members import LoopMember, LoopMembers
@@ -55,7 +54,7 @@ def check_rl_population(spec: RLPopulationSpec) -> ExperienceSpec:
 def run_rl_population(spec: RLPopulationSpec, job: str = JOB) -> str:
     """Learn and evolve to the end, register the best policy, and return the run's id. Raises a ShoalError."""
     experience = check_rl_population(spec)
-    with recorded_population(spec, job) as recorder:
+    with recorded_run(spec, job, "population") as recorder:
         print_line(f"run {recorder.id}: {spec.members} learners of {spec.env}")
         with ExitStack() as opened:
             population = RLPopulation(spec, experience, recorder)

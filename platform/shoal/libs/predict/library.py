@@ -1,9 +1,0 @@
-"""The verb of this library."""
-
-from shoal.plugins.library import Library
-
-LIBRARY = Library(
-    "predict",
-    verbs={"predict": ("shoal.libs.predict.command:predict", "Send requests to a model of an endpoint.")},
-    heading="serve",
-)
