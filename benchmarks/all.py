@@ -24,7 +24,7 @@ NAMES = (
         "host_loss",
     ),
     *("steady_lag", "mixed_policies", "load", "tables", "messy_tables", "websocket", "browser", "godot", "films"),
-    *("agents_in_one_message", "console", "console_hostile"),
+    *("agents_in_one_message", "console", "console_hostile", "first_minute"),
     *(
         "training_step",
         "fsdp_bf16",

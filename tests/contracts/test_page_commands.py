@@ -28,14 +28,14 @@ from shoal.flows.serving_spec import ServingSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.validate import validate_spec
+from shoal_program import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("", "bash", "sh")
 OF_OTHERS = {  # programs of which a test here can know nothing
     *("aws", "cd", "curl", "docker", "echo", "eval", "export", "grep", "head", "helm", "kubectl", "ssh", "tail"),
     *("./catch", "g++", "mcs", "mono"),
-    *("godot3-server", "node", "npm", "pip", "printf", "python3.11", "ray", "source"),
+    *("godot3-server", "node", "npm", "pip", "printf", "python3", "ray", "source"),
 }
 _BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
