@@ -87,8 +87,11 @@ def _bar(row: Row, several: bool) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    notes = dict.fromkeys(f"{row.name}: {row.note}" for row in rows if row.note)
-    return [*(f"- {note}" for note in notes), ""] if notes else []
+    names: dict[str, dict[str, None]] = {}  # of the rows with a note
+    for row in rows:
+        if row.note:
+            names.setdefault(row.note, {})[row.name] = None
+    return [*(f"- {'; '.join(each)}: {note}" for note, each in names.items()), ""] if names else []
 
 
 def _origin(rows: Sequence[Row]) -> list[str]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -34,12 +34,12 @@ FOLDER = Path(__file__).parent / "reference"
 WIDTH = 100
 JOBS: dict[str, tuple[Spec, str]] = {
     "A training": (TrainSpec(), "shoal run train task=my_task.py:MyTask stop.epochs=3"),
+    "An endpoint": (ServingSpec(), "shoal serve deploy cartpole@champion"),
     "A run of the loop": (ActorLearnerSpec(env="CartPole-v1"), "shoal run actor_learner env=CartPole-v1"),
     "A sweep": (SweepSpec(), "shoal sweep lenet 'optimizer.learning_rate=log(1e-4,1e-1)'"),
     "A population": (PopulationSpec(), "shoal run population"),
     "A population of learners": (RLPopulationSpec(), "shoal run rl_population"),
     "A stream": (StreamSpec(), "shoal run stream"),
-    "An endpoint": (ServingSpec(), "shoal serve deploy cartpole@champion"),
     "A batch prediction": (BatchPredictSpec(), "shoal batch-predict cartpole rows.csv predicted"),
     "Manifests": (
         KubeSpec(name="lab", image="example.org/lab/shoal:1", store="s3://BUCKET/shoal"),
@@ -108,20 +108,33 @@ def _write_command(command: click.Command, name: str, parent: click.Context) -> 
 
 
 def write_fields() -> Iterator[str]:
-    """Lines of the page of fields."""
+    """Lines of the page of fields. A field of several jobs is described once, and the others name it."""
     yield "# Every field\n"
     yield "Made from the specs by `docs/make_reference.py`: fields as an override names them.\n"
-    for title, (spec, example) in JOBS.items():
-        yield f"## {title}\n\n`{example}`\n"
-        yield from _write_table(list_field_help(spec))
-    for title, (prefix, text, places) in CHOICES.items():
+    jobs = {title: list(list_field_help(spec)) for title, (spec, _) in JOBS.items()}
+    words = {
+        title: {
+            word: list(list_field_help(load_reference(place)(), prefix)) for word, place in sorted(places().items())
+        }
+        for title, (prefix, _, places) in CHOICES.items()
+    }
+    described = {each: word for tables in words.values() for word, fields in tables.items() for each in fields}
+    for title, fields in jobs.items():
+        described = dict.fromkeys(fields, title) | described
+        yield f"## {title}\n\n`{JOBS[title][1]}`\n"
+        yield from _write_table(each for each in fields if described[each] == title)
+        for other in dict.fromkeys(described[each] for each in fields if described[each] != title):
+            paths = ", ".join(f"`{each.path}`" for each in fields if described[each] == other)
+            yield f"Also {paths}: see [{other}](#{other.lower().replace(' ', '-')}).\n"
+    for title, tables in words.items():
+        prefix, text, _ = CHOICES[title]
         yield f"## {title}\n\nThe fields of each, below `{prefix}`; {text}.\n"
-        for name, place in sorted(places().items()):
-            yield f"### {name}\n"
-            yield from _write_table(list_field_help(load_reference(place)(), prefix))
+        for word, fields in tables.items():
+            yield f"### {word}\n"
+            yield from _write_table(fields)
 
 
-def _write_table(fields: Iterator[FieldHelp]) -> Iterator[str]:
+def _write_table(fields: Iterable[FieldHelp]) -> Iterator[str]:
     yield "| field | default | type | meaning |\n|---|---|---|---|"
     for each in fields:
         cells = (f"`{each.path}`", f"`{each.value}`", each.type, each.meaning)

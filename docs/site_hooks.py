@@ -1,7 +1,7 @@
 """Hooks of MkDocs: links to files beside docs/ become their names, since the site has only the pages.
 
-The part of the search that the theme would load from another host, where a page is opened from a folder, lies beside
-the pages.
+The search leaves out what is for maintainers. The part of it that the theme would load from another host, where a page
+is opened from a folder, lies beside the pages.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import re
 from posixpath import dirname, join, normpath
 from typing import Any
 
+MAINTAINERS = "For maintainers"  # their tab of mkdocs.yml; the decisions are in no menu
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 _SHIM = re.compile(r'src="https://unpkg\.com/iframe-worker/shim"')
 _CODE = re.compile(r"(```.*?```)", re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Replace links that lead out of docs/, or to a folder of it."""
+    """Replace links that lead out of docs/, or to a folder of it; mark the page for the search."""
+    page.meta["search"] = {"exclude": not page.ancestors or page.ancestors[-1].title == MAINTAINERS}
 
     def replace(match: re.Match[str]) -> str:
         text, target = match[1], match[2]

@@ -54,6 +54,14 @@ def test_links_lead_to_a_file_and_a_heading_of_it() -> None:
     assert broken == []
 
 
+def test_the_menu_has_every_page_once_and_those_of_maintainers_apart() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("- For maintainers:")
+    users, maintainers = (re.findall(r"[\w/-]+\.md", part) for part in menu[::2])
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    assert sorted(users + maintainers) == sorted(page for page in pages if not page.startswith("decisions/0"))
+    assert not [page for page in users if re.match("architecture|decisions|measured|what-did", page)]
+
+
 def test_the_index_lists_every_decision() -> None:
     decisions = ROOT / "docs" / "decisions"
     listed = re.findall(r"\]\((\d.*?)\) \|", (decisions / "README.md").read_text())

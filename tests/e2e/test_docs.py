@@ -1,4 +1,4 @@
-"""The README and the guides: every command exists, and every block of Python runs."""
+"""The README and the guides: every block of Python runs."""
 
 import os
 import re

@@ -38,13 +38,12 @@ def test_a_script_becomes_a_task(module: ModuleType) -> None:
     assert vars(module)["result"].metrics["loss"] < 0.3
 
 
-@pytest.mark.parametrize("name", ["first-loop", "use-a-model"])
-def test_a_registered_policy_plays(name: str, module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_registered_policy_plays(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     spec = ActorLearnerSpec(env="CartPole-v1", hidden=(8,)).override(["endpoint.name=cartpole"])
     experience, _ = inspect_environment(spec)
     weights = arrays_of(describe_policy_model(spec, experience)[0].build())
     register_policy(spec, experience, WeightSnapshot.of(1, weights), "run", {"mean_return": 1, "steps": 1})
-    for number, source in enumerate(read_code(name)):
+    for number, source in enumerate(read_code("use-a-model")):
         if not source.startswith("%%"):  # commands that train it
             execute(source, module, f"<cell {number}>")
     assert vars(module)["done"]

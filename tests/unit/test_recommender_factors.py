@@ -278,10 +278,3 @@ def test_a_gap_is_named_by_file_and_row(ratings: str, movies: str | None, messag
     folder = write_csv(tmp_path, ratings, *filter(None, [movies]))
     with pytest.raises(DataError, match=message):
         read_folder(folder)
-
-
-def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "recipes" / "recommender.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    exec(compile(block, str(page), "exec"), {})
-    assert re.fullmatch(r"The [\w ]+ \d \d\.\d+\n", capsys.readouterr().out)

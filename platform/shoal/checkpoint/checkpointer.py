@@ -7,7 +7,7 @@
 
 With a store, they are uploaded from there in the background (`uploads`, `stored`). Called by the Trainer, on every rank
 at the same points of the program. Needs a store, or a folder shared by all ranks. Never unpickles files; knows nothing
-of models and optimisers. docs/checkpoints.md has the format.
+of models and optimisers. docs/architecture/checkpoints.md has the format.
 """
 
 from __future__ import annotations

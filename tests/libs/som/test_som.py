@@ -1,7 +1,6 @@
 """Self-organising maps: the batch rule against its definition, the search against brute force, and the recipe."""
 
 import math
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -193,13 +192,6 @@ def test_the_network_gives_places_and_distances_of_raw_rows() -> None:
     assert {name: value.tolist() for name, value in found.items()} == {
         "row": [1, 0], "column": [2, 0], "distance": [0.25, 3.0]
     }  # fmt: skip
-
-
-def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "libs" / "som.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "maps.md", "exec"), {})
-    assert "quantisation_error" in capsys.readouterr().out
 
 
 # -- the recipe

@@ -349,7 +349,7 @@ def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: st
     [
         ({"target": "churnt"}, "column = 'churnt': is not in the table. did you mean 'churned'"),
         ({"target": "loyal"}, "column = 'loyal': is not in the table. it has customer, age"),
-        ({"target": ""}, "target = '': is not said. give one of customer, age"),
+        ({"target": ""}, "target = '': is missing. give one of customer, age"),
         ({"target": "", "data": "none.csv"}, "data = 'none.csv': does not exist"),
         ({"leave_out": ["agee"]}, "column = 'agee': is not in the table"),
         ({"columns": {"plan": "number"}}, "column = 'plan': has a value that is no number"),

@@ -270,5 +270,8 @@ def status(
         str | None, "The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]"
     ] = None,
 ) -> ClusterHandle | None:
-    """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
+    """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs.
+
+    docs/glossary.md says what the words mean.
+    """
     return find_cluster(address)

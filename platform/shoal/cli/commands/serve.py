@@ -102,7 +102,8 @@ def status(
     """Show an endpoint: its versions, their share of the requests, rates, latencies, errors.
 
     A table on a terminal, and a line for each version elsewhere. --follow updates it until Ctrl-C. Without a name, of
-    several endpoints it shows a line each: address, state, models, replicas, owner, lifetime.
+    several endpoints it shows a line each: address, state, models, replicas, owner, lifetime. docs/glossary.md says
+    what the words mean.
 
     \b
     Examples:

@@ -35,7 +35,7 @@ NEXT = {
 PAGES = {
     "task": "tutorials/from-a-script.md",
     "actor": "tutorials/your-game.md",
-    "endpoint": "serving-models.md",
+    "endpoint": "serving/hooks.md",
     "library": "extending.md#a-library",
 }
 

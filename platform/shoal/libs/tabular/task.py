@@ -76,7 +76,7 @@ class TableTask(Task):
     def table(self, **fitted: Any) -> Table:
         """The table. fitted: `encoders` of the run's beginning, to be passed on to `shoal.data.table`."""
         if not self._source:
-            raise ConfigError("data", "", "is not said", "as in shoal run table data=customers.csv target=churned")
+            raise ConfigError("data", "", "is missing", "as in shoal run table data=customers.csv target=churned")
         return table(self._source, **self._setting, **fitted)  # type: ignore[arg-type]
 
     @cached_property
