@@ -1,6 +1,5 @@
 """The factors of the film site: fold-in against oracles, what is learnt, versions on disk, and files with gaps."""
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
