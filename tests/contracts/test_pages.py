@@ -102,6 +102,13 @@ PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sort
 MAX_FUNCTION, MAX_FILE = 60, 450  # lines without docstrings
 
 
+def test_pages_that_the_product_names_are_there() -> None:
+    named = {each for path in PRODUCT for each in re.findall(r"docs/([\w/-]+\.md)(?:#([\w-]+))?", path.read_text())}
+    assert ("glossary.md", "credit") in named
+    assert [each for each in named if each[1] and each[1] not in find_headings(ROOT / "docs" / each[0])] == []
+    assert [name for name, _ in named if not (ROOT / "docs" / name).is_file()] == []
+
+
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

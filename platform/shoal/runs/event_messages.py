@@ -82,7 +82,7 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             waiting = f"{details['waiting']} actors wait for credit ({', '.join(details['actors'])})"
             slots = f"of the queue's {details['capacity']} slots {details['queued']} hold segments"
             credit = "".join(f", {name} has {number}" for name, number in details["credit"].items())
-            return f"{waiting}: {slots}{credit}"
+            return f"{waiting}: {slots}{credit} (docs/glossary.md#credit)"
         case "settings_changed" if "episodes_before" in details:
             values = ", ".join(f"{name}={value}" for name, value in details["settings"].items())
             before = (

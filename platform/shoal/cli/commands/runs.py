@@ -243,7 +243,7 @@ def logs(
     except KeyboardInterrupt:
         return
     if not num_lines:
-        problem = f"{process} has printed nothing" if process else "nothing of it is stored"
+        problem = f"{process} has printed nothing" if process else "what it printed is not stored"
         known = ", ".join(sorted(reader.processes)) or "a run without a job prints where it was started"
         raise RunError(f"run {record.id}: {problem}: {known}")
 
