@@ -1,1 +1,1 @@
-"""Files to begin with: `shoal new`."""
+"""Files to begin with: `shoal new`, `shoal client`, `shoal where`."""
