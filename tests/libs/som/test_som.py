@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import shoal.runs
+from blocks import run_blocks
 from shoal.cli.commands.run_session import RunArguments, RunSession
 from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
@@ -198,9 +198,7 @@ def test_the_network_gives_places_and_distances_of_raw_rows() -> None:
 
 
 def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "libs" / "som.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "maps.md", "exec"), {})
+    run_blocks("libs/som.md")
     assert "quantisation_error" in capsys.readouterr().out
 
 
