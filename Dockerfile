@@ -21,6 +21,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE constraints.txt /opt/
 COPY platform /opt/shoal/source/platform
 COPY jobs /opt/shoal/source/jobs
 COPY serve_apps /opt/shoal/source/serve_apps
+COPY clients /opt/shoal/source/clients
 RUN python3 -m venv /opt/shoal/venv \
     && /opt/shoal/venv/bin/pip install --no-cache-dir -c /opt/shoal/source/constraints.txt "/opt/shoal/source[${EXTRAS}]" \
     && mv /opt/shoal/source/jobs /opt/shoal/source/serve_apps /opt/shoal/ \

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError
-from shoal.recipes import recipe_folder
+from shoal.recipes import find_packaged
 from shoal.registry import Signature, TensorSignature
 from shoal.train import Task, TrainSpec
 
@@ -260,7 +260,7 @@ def import_factorisation() -> Any:
 
 def import_site() -> None:
     """Let `films` be imported, wherever the recipes are."""
-    folder = str(recipe_folder("serve_apps") / "recommender")
+    folder = str(find_packaged("serve_apps") / "recommender")
     if folder not in sys.path:
         sys.path.append(folder)
 

@@ -290,6 +290,11 @@ class MissingExtra(ShoalError, ImportError):
     """A library of an extra of the package is not installed."""
 
 
+def format_install(extra: str) -> str:
+    """The remedy where a library of an extra of the package is missing."""
+    return f"pip install 'CHECKOUT[{extra}]', with the folder of Shoal's sources, or its wheel, for CHECKOUT"
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Around imports of optional libraries: raises MissingExtra, which names the extra, if one is missing."""
@@ -299,8 +304,7 @@ def needs_extra(extra: str) -> Iterator[None]:
         missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__  # as Ray wraps its own
         if not isinstance(missing, ModuleNotFoundError):
             raise
-        remedy = f"pip install 'CHECKOUT[{extra}]', with the folder of Shoal's sources"
-        raise MissingExtra(f"{missing.name} is not installed: {remedy}", name=missing.name) from None
+        raise MissingExtra(f"{missing.name} is not installed: {format_install(extra)}", name=missing.name) from None
 
 
 def _format_indices(indices: list[int]) -> str:

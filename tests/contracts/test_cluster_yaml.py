@@ -135,16 +135,6 @@ def test_the_token_goes_to_the_hosts_and_is_private_there(config: dict[str, Any]
     assert config["setup_commands"][0] == "chmod 600 ~/.shoal/ray-token"
 
 
-def test_what_is_installed_is_in_the_repository(config: dict[str, Any]) -> None:
-    """`tests/e2e/test_wheel.py` builds the package of the same files."""
-    copied = {remote: local for remote, local in config["file_mounts"].items() if remote.startswith("~/shoal/")}
-    assert {"platform", "pyproject.toml", "constraints.txt"} <= set(copied.values())
-    for remote, local in copied.items():
-        assert remote == f"~/shoal/{local}"
-        assert (ROOT / local).exists()
-    assert any("-c ~/shoal/constraints.txt" in command for command in config["setup_commands"])
-
-
 def test_the_ports_are_those_of_the_comment(text: str, config: dict[str, Any]) -> None:
     comment = text.partition("\ncluster_name:")[0]
     ranges = re.findall(r"\b(\d{4,5})(?:-(\d{4,5}))?\b", comment)

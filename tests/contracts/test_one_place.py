@@ -44,7 +44,7 @@ PLACES = {
     ),
     "a parameter of a function becomes an option of click": (
         r"click\.(option|argument|Option|Argument)\(",
-        {"cli/support/verbs.py", "cli/support/options.py", "cli/commands/actor.py"},
+        {"cli/support/verbs.py", "cli/support/options.py", "cli/commands/actor.py", "cli/__init__.py"},
     ),
     "the record of a run is read": (
         r"FROM (runs|events|metrics|endpoints)\b",
@@ -79,6 +79,7 @@ PLACES = {
         r"\breducer_override\(",
         {"channel/packing.py", "data/workers/shm_transfer.py"},
     ),
+    "a missing library is told with its extra": (r"'CHECKOUT\[\{", {"errors.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",
         {f"libs/planning/predict/{name}.py" for name in ("rank_step", "fake_step", "predict")},

@@ -19,6 +19,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from blocks import read_blocks, read_files
 from shoal.cli import cli
 from shoal.cli.support.jobs import find_job
 from shoal.cli.support.verbs import DefaultCommandGroup
@@ -38,9 +39,6 @@ OF_OTHERS = {  # programs of which a test here can know nothing
     *("godot3-server", "node", "npm", "pip", "printf", "python3", "ray", "source"),
 }
 _BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-MADE = re.compile(r"^```\w+ file=(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # files that a page has
 
 
 def read_commands(page: Path) -> Iterator[list[str]]:
@@ -150,8 +148,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> 
         ("training", "my_task.py", "class MyTask"),
         ("algorithms/own-network", "my_net.py", "class Net"),
     ):
-        blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL | re.MULTILINE)
-        (tmp_path / name).write_text(next(block for block in blocks if wanted in block))
+        (tmp_path / name).write_text(next(block for block in read_blocks(f"{page}.md") if wanted in block))
     yield tmp_path
     for name in [name for name, each in sys.modules.items() if str(tmp_path) in (getattr(each, "__file__", "") or "")]:
         del sys.modules[name]
@@ -160,7 +157,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> 
 def test_every_command_of_the_pages_is_understood(place: Path) -> None:
     wrong = []
     for page in PAGES:
-        for name, text in MADE.findall(page.read_text()):
+        for name, text in read_files(str(page)).items():
             (place / name).write_text(text)
         for words in read_commands(page):
             try:

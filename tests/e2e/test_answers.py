@@ -64,11 +64,8 @@ def run_here(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", [pytest.param(each, marks=[pytest.mark.soak] * (each in SLOW)) for each in SECTIONS])
 def test_the_command_prints_what_the_page_shows(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    number: int, own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
-        monkeypatch.delenv(name)  # no word of a cluster that other tests share
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "path", [*sys.path])

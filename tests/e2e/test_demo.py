@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,25 +30,14 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home and a folder for temporary files of this test alone, and no word of the cluster that other tests share."""
-    for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
-        monkeypatch.delenv(name)
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def nothing_stays(home: Path) -> Iterator[None]:
+def nothing_stays(own_home: Path) -> Iterator[None]:
     """No process that was started with this home stays (and so no port of one), and no temporary file."""
-    before = _left_folders(home)
+    before = _left_folders(own_home)
     yield
-    wait_until_none(lambda: commands_with("SHOAL_HOME", str(home)), END_S, f"processes of {home}")
-    assert list((home.parent / "tmp").iterdir()) == []
+    wait_until_none(lambda: commands_with("SHOAL_HOME", str(own_home)), END_S, f"processes of {own_home}")
+    assert list((own_home.parent / "tmp").iterdir()) == []
     # Somebody else's cluster has a folder, too, a moment before and after it has processes.
-    wait_until_none(lambda: _left_folders(home) - before, END_S, "folders of clusters")
+    wait_until_none(lambda: _left_folders(own_home) - before, END_S, "folders of clusters")
 
 
 def _left_folders(home: Path) -> set[str]:
@@ -79,7 +67,7 @@ def _accounting(run: shoal.runs.Run) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
+def test_the_demo_from_start_to_finish(own_home: Path, nothing_stays: None) -> None:
     status, output = shoal_command(*DEMO)
     assert status == 0, output
     run = shoal.runs.load("latest")
@@ -112,14 +100,14 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
         assert run.id in output
 
 
-def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
+def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(own_home: Path, nothing_stays: None) -> None:
     question = np.zeros((1, 4), np.float32)
     seen: set[int] = set()
     with shoal_program(*DEMO, "target_return=1000", f"max_wall_s={4 * ANSWER_S:g}") as program:
         program.wait_for_line("learning")
         run = shoal.runs.load("latest")
         url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
-        with Client(url, token=(home / "token").read_text(), timeout_s=ANSWER_S) as client:
+        with Client(url, token=(own_home / "token").read_text(), timeout_s=ANSWER_S) as client:
             # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
             wait_for(lambda: client.ready("cartpole"), ANSWER_S, "a first version")
 
@@ -172,7 +160,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     ],
     ids=["an environment that does not fit", "a wrong word"],
 )
-def test_what_is_wrong_is_said_before_anything_starts(home: Path, words: list[str], said: list[str]) -> None:
+def test_what_is_wrong_is_said_before_anything_starts(own_home: Path, words: list[str], said: list[str]) -> None:
     result = typed("run actor_learner", *words)
     assert isinstance(result.exception, RunError)
     assert [each for each in said if each not in str(result.exception)] == []

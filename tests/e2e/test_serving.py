@@ -15,14 +15,14 @@ import pytest
 
 import shoal.runs
 from leftovers import listening
+from registered import register
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConnectionLost
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import Registry
 from shoal.runs import Status
 from shoal.runs.record.provenance import find_owner
-from shoal.weights import WeightSnapshot
-from shoal_program import shoal_program
+from shoal_program import shoal_command
 from typed import said, typed
 from waiting import wait_for
 
@@ -30,31 +30,9 @@ if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 MODEL = "constant-served"  # answers with its own version, whatever it is asked
-ROWS = np.zeros((2, 4), np.float32)
+ROWS = np.zeros((2, 3), np.float32)
 END_S = 400.0  # a deadline for things that take seconds: a loaded machine must not fail a test
 pytestmark = pytest.mark.timeout(1800)
-
-
-def register(version: int, *aliases: str) -> None:
-    tensors = {"weight": np.zeros((1, 4), np.float32), "bias": np.full(1, version, np.float32)}
-    made = Registry().register(
-        MODEL,
-        WeightSnapshot.of(version, tensors),
-        model=ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 1}),
-        signature=Signature(
-            inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 4])],
-            outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
-        ),
-        aliases=aliases,
-    )
-    assert made.version == version
-
-
-def shoal_command(*words: str) -> str:
-    """In a process of its own, for verbs that start jobs."""
-    with shoal_program(*words) as program:
-        assert program.wait() == 0
-        return program.said
 
 
 class Asking:
@@ -94,9 +72,9 @@ class Asking:
 def run_id(cluster: EmbeddedCluster) -> Iterator[str]:
     """The run of an endpoint of version 1, which the tests leave to be deleted."""
     home = os.environ["SHOAL_HOME"]
-    register(1, "champion")
-    register(2)
-    said = shoal_command("serve", "deploy", f"{MODEL}@champion", "--timeout-s", str(END_S), "endpoint.num_cpus=0.5")
+    register(MODEL, aliases=("champion",))
+    register(MODEL)
+    _, said = shoal_command("serve", "deploy", f"{MODEL}@champion", "--timeout-s", str(END_S), "endpoint.num_cpus=0.5")
     assert "is ready at http://127.0.0.1:" in said
     assert os.environ["SHOAL_HOME"] == home
     found = find_endpoint().run_id
@@ -115,7 +93,7 @@ def _home(shared_home: Path) -> Iterator[None]:
 
 def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
     found = find_endpoint(MODEL)
-    assert "version 1" in typed("predict", MODEL, "--input", "1,2,3,4").output
+    assert "version 1" in typed("predict", MODEL, "--input", "1,2,3").output
     assert f"{MODEL}@1 stable: share 100%" in said("serve status")
     with Client(found.url, token=token_for(found.url)) as client, Asking(client) as asking:
         wait_for(lambda: asking.settled_on({1}), END_S, "answers")
@@ -149,7 +127,7 @@ def test_deleted_it_leaves_nothing_behind(run_id: str) -> None:
     sockets = {(number, inode) for number, inode in listening() if number == port}
     assert sockets
     job = psutil.Process(shoal.runs.load(run_id).pid)
-    assert "is gone" in shoal_command("serve", "delete", MODEL)
+    assert "is gone" in shoal_command("serve", "delete", MODEL)[1]
     wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE, END_S, "end of the job")
     assert shoal.runs.load(run_id).status is Status.STOPPED
     assert [point.state for point in shoal.runs.load(run_id).endpoints()] == ["closed"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,18 +64,6 @@ def losses_of(run: Run) -> dict[int, float]:
     return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
 
 
-@pytest.fixture
-def own_home(cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of this test alone; what it starts knows nothing of the cluster that other tests share."""
-    for name in [name for name in os.environ if name.startswith(("RAY_", "SHOAL_"))]:
-        monkeypatch.delenv(name)
-    home = tmp_path / "home"
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("SHOAL_HOME", str(home))
-    return home
-
-
 def assert_nothing_stays(home: Path) -> None:
     """No process that was started with this home, and no temporary file of one."""
     wait_until_none(lambda: commands_with("SHOAL_HOME", str(home)), END_S, f"processes of {home}")
@@ -89,7 +76,9 @@ def temporary_files(home: Path) -> list[str]:
 
 
 @pytest.mark.soak
-def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_path: Path) -> None:
+def test_a_run_outlives_ctrl_c_and_the_death_of_everything(
+    cluster: EmbeddedCluster, own_home: Path, tmp_path: Path
+) -> None:
     with shoal_program("run", "train", *WORDS, f"args.notes={tmp_path}", "args.step_s=0.3") as program:
         program.wait_until(at_step(2), "the second step", STATE_S)
         program.interrupt()

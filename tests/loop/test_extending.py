@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from test_spaces_loop import actor
 from torch import Tensor
 
 import shoal.runs
+from blocks import read_files
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.data.loader import Loader
@@ -37,8 +37,7 @@ from shoal.train.task import make_task
 from shoal.weights import WeightSnapshot
 from typed import typed
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+FILES = read_files("extending.md")
 
 
 @pytest.fixture

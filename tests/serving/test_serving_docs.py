@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shoal.runs
+from blocks import DOCS, read_blocks
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
@@ -21,16 +22,10 @@ from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.scale import ScaleSpec
 
-DOCS = Path(__file__).parents[2] / "docs"
 PARTS = ("clients", "canaries", "reach", "replicas", "scaling", "live-policies")
-PAGES = [DOCS / "serving.md", *(DOCS / "serving" / f"{part}.md" for part in PARTS)]
+PAGES = ["serving.md", *(f"serving/{part}.md" for part in PARTS)]
 APPS = DOCS.parent / "serve_apps"
-TEXT = "\n".join(page.read_text() for page in PAGES)
-
-
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    return [text for name, text in found if name == language]
+TEXT = "\n".join((DOCS / page).read_text() for page in PAGES)
 
 
 class Host(FakeHost):
@@ -73,8 +68,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"URL": endpoint.url, "KEY": TOKEN}
-    for block in blocks("python"):
-        exec(compile(block, "docs/serving", "exec"), names)
+    for block in [each for page in PAGES for each in read_blocks(page)]:
+        exec(block, names)
     assert Registry().get("mine@champion").snapshot().tensors().keys() == {"weight", "bias"}
     said = capsys.readouterr().out
     assert "[[4. 4.]\n [4. 4.]] 7" in said
@@ -90,9 +85,9 @@ def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixtu
 
 
 def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
-    exec(compile(blocks("python")[0], "docs/serving", "exec"), {})
+    exec(read_blocks("serving.md")[0], {})
     specs = []
-    for text in blocks("yaml"):
+    for text in [each for page in PAGES for each in read_blocks(page, "yaml")]:
         (tmp_path / "shop.yaml").write_text(text)
         specs.append(load_serving_spec(tmp_path / "shop.yaml"))
         check(specs[-1])

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from blocks import run_blocks
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, ConfigError, SpecMismatch
 from training.checkpoint_states import Copying, Gate, assert_equal, names, newest, state_of
@@ -225,8 +225,6 @@ def test_nothing_on_disk_is_a_pickle(checkpointer: Checkpointer) -> None:
 def test_the_pages_python_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
     monkeypatch.chdir(tmp_path)
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, page.name, "exec"), {})
+    run_blocks("checkpoints.md")
     assert capsys.readouterr().out == "10 640 tensor([1., 1., 1.])\n3 True\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shoal.runs
+from blocks import DOCS, read_blocks, read_files, run_blocks
 from shoal.errors import NotReached
 from shoal.registry import Registry
 from shoal.sync.config import list_kinds
@@ -20,7 +21,6 @@ from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["training.md", *sorted(f"training/{path.name}" for path in (DOCS / "training").glob("*.md"))]
 FILES = {  # that the pages say to save, and the page with each as its first block
     "my_task.py": "training.md",
@@ -29,13 +29,8 @@ FILES = {  # that the pages say to save, and the page with each as its first blo
 }
 
 
-def blocks(page: str, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
-    return [text for name, text in found if name == language]
-
-
 def lines(page: str) -> list[str]:
-    return [line.partition("  #")[0].strip() for block in blocks(page, "") for line in block.splitlines() if line]
+    return [line.partition("  #")[0].strip() for block in read_blocks(page, "") for line in block.splitlines() if line]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +38,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the page's own Task, and the recipes."""
     monkeypatch.chdir(tmp_path)
     for name, page in FILES.items():
-        (tmp_path / name).write_text(blocks(page, "python")[0])
+        (tmp_path / name).write_text(read_blocks(page)[0])
     (tmp_path / "jobs").symlink_to(DOCS.parent / "jobs")
     yield
     sys.modules.pop("shoal_task_my_task", None)
@@ -58,7 +53,7 @@ def run_of_the_page() -> str:
 
 def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for page in PAGES:
-        for block in blocks(page, "python")[page == FILES["my_task.py"] :]:
+        for block in read_blocks(page)[page == FILES["my_task.py"] :]:
             exec(compile(block, page, "exec"), {})
     said = capsys.readouterr().out
     assert "2 epochs" in said
@@ -68,7 +63,7 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
 
 def test_the_python_of_the_page_of_tests_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for number, block in enumerate(blocks("testing.md", "python")):
+    for number, block in enumerate(read_files("testing.md").values()):
         (tmp_path / f"tests_{number}.py").write_text(f"import shoal, torch\n{block}")
         names = vars(importlib.import_module(f"tests_{number}"))
         for name, test in [*names.items()]:
@@ -87,10 +82,7 @@ def test_the_python_of_the_page_of_tests_runs(tmp_path: Path, monkeypatch: pytes
     ],  # tests/training/test_checkpointer has checkpoints.md
 )
 def test_the_python_of_the_other_pages_runs(page: str) -> None:
-    found = blocks(page, "python")
-    assert found
-    for block in found:
-        exec(compile(block, page, "exec"), {})
+    run_blocks(page)
 
 
 def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, format_install
 from shoal.plugins.find import find_in_library
 from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
@@ -97,9 +97,7 @@ def make_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = Fa
     try:
         import gymnasium
     except ImportError:
-        raise ConfigError(
-            "env", name, "needs gymnasium", "pip install 'CHECKOUT[gym]', with the folder of Shoal's sources"
-        ) from None
+        raise ConfigError("env", name, "needs gymnasium", format_install("gym")) from None
     module = name.partition(":")[0]
     with translate_environment_errors(name):
         try:
@@ -109,9 +107,7 @@ def make_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = Fa
                 environment = gymnasium.make(name, render_mode=PICTURES)
             return flatten_environment(environment, name, ignored)
         except gymnasium.error.DependencyNotInstalled as error:
-            remedy = "install what it names"
-            if "box2d" in str(error):
-                remedy = "pip install 'CHECKOUT[box2d]', with the folder of Shoal's sources"
+            remedy = format_install("box2d") if "box2d" in str(error) else "install what it names"
             raise ConfigError("env", name, f"cannot be made: {error}", remedy) from None
         except gymnasium.error.Error as error:
             remedy = "name one that gymnasium knows, module:Id to import module first, or module:function"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.errors import ConfigError, WeightsError
+from shoal.errors import ConfigError, WeightsError, format_install
 from shoal.wire.experience_spec import PolicySpec
 
 Kernel = tuple[np.ndarray, np.ndarray, int, bool]  # weight [out, in · k · k], bias [out, 1], k, is residual
@@ -59,9 +59,8 @@ class GraphNetwork:
         try:
             import onnxruntime
         except ImportError as error:
-            remedy = "pip install 'CHECKOUT[onnx]', with the folder of Shoal's sources"
             problem = f"is a graph, which needs onnxruntime ({error})"
-            raise ConfigError("policy", "graph", problem, remedy) from None
+            raise ConfigError("policy", "graph", problem, format_install("onnx")) from None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3

@@ -9,9 +9,11 @@ import sys
 
 import click
 
+from shoal import __version__
 from shoal.cli.support.groups import SuggestingGroup
 from shoal.errors import ConfigError, InferenceError, NotReached, ShoalError
 from shoal.plugins.library import LIBRARIES, find_libraries
+from shoal.recipes import find_packaged
 
 HEADINGS = ("begin", "train", "play", "serve", "look", "operate")  # of `shoal --help`
 # command -> (module, heading, help text); `find_commands` adds those of libraries
@@ -82,8 +84,36 @@ class _LazyCommandGroup(SuggestingGroup):
                 formatter.write_dl([(verb, commands[verb][2]) for verb in here + others])
 
 
-@click.group(cls=_LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="shoal")
+def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(f"shoal {__version__}, commit {_find_commit()}")
+        context.exit()
+
+
+def _find_commit() -> str:
+    """The commit that this package was built of, or that the checkout has, where that is known."""
+    recorded = find_packaged("commit.txt")
+    if recorded.is_file():
+        return recorded.read_text()
+    from shoal.runs.record.provenance import git_revision  # with pydantic, which `shoal --help` does without
+
+    revision, is_dirty = git_revision(recorded.parent)
+    return revision[:10] + " (changed)" * is_dirty if revision else "unknown"
+
+
+@click.group(
+    cls=_LazyCommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Pages that are named, docs/..., are in a clone and in the source distribution.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and its commit.",
+)
 def cli() -> None:
     """Shoal trains, reinforces and serves PyTorch models on Ray as one loop of versioned weights."""
 

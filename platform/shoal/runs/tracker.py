@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 from pydantic import AfterValidator, BeforeValidator
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, format_install
 from shoal.plugins.find import find_extension
 from shoal.plugins.library import collect_extensions
 from shoal.yaml_text import parse_yaml
@@ -91,8 +91,7 @@ def load_tracker(name: str) -> type[Tracker]:
     if tracker.requires:
         module = importlib.util.find_spec(tracker.requires)
         if module is None or module.origin is None:  # the latter is a folder of this name, as `wandb` makes one
-            remedy = f"pip install 'shoal[{tracker.requires}]'"
-            raise ConfigError("track", name, "its library is not installed here", remedy)
+            raise ConfigError("track", name, "its library is not installed here", format_install(tracker.requires))
     return tracker
 
 

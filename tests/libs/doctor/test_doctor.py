@@ -128,7 +128,7 @@ def test_a_missing_haproxy_is_a_warning_since_training_needs_none(monkeypatch: p
     monkeypatch.setenv("PATH", "")
     found = doctor.check_haproxy()
     assert found.level is Level.WARN
-    assert "'.[serve]'" in found.remedy
+    assert "[serve]" in found.remedy
 
 
 def test_a_token_that_others_may_read(shoal_home: Path) -> None:

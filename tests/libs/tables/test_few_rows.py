@@ -1,6 +1,5 @@
 """Regression from few rows: rows and columns are sets, no label leaks, closed forms, typed errors, an endpoint."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from scipy.stats import multivariate_t
 from torch import Tensor
 
 import shoal.runs
+from blocks import run_blocks
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client import Client
@@ -329,12 +329,7 @@ def test_the_python_of_the_page_runs(
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(trained["home"]))
     load_network.cache_clear()
-    page = (ROOT / "docs" / "libs" / "tables.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {}
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "few-rows.md", "exec"), names)
+    run_blocks("libs/tables.md", {})
     load_network.cache_clear()
     assert "between" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.config.field_help import format_field_help, list_argument_help, list_field_help
 from shoal.errors import ConfigError, ShoalError
 from shoal.extend import RLSpec
-from shoal.recipes import is_recipe, recipe_folder, stage_package
+from shoal.recipes import find_packaged, is_recipe, stage_package
 from shoal.train.__main__ import main as train_here
 from shoal.train.spec import TrainSpec
 from typed import typed
@@ -173,7 +173,7 @@ def test_a_cluster_that_is_up_says_what_a_shell_needs(monkeypatch: pytest.Monkey
 
 def test_the_recipes_travel_with_the_package(tmp_path: Path) -> None:
     package = stage_package(tmp_path / "staged")
-    assert (package / "recipes/jobs/lenet.py").read_text() == (recipe_folder("jobs") / "lenet.py").read_text()
+    assert (package / "recipes/jobs/lenet.py").read_text() == (find_packaged("jobs") / "lenet.py").read_text()
     assert (package / "recipes/__main__.py").is_file()
-    assert is_recipe(recipe_folder("jobs") / "lenet.py")
+    assert is_recipe(find_packaged("jobs") / "lenet.py")
     assert not is_recipe(Path("my_task.py"))

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 
 from shoal.cpu_count import count_usable_cores
 from shoal.device_memory import read_memory_limit
-from shoal.errors import ClusterError, ConfigError
+from shoal.errors import ClusterError, ConfigError, format_install
 from shoal.extend.cli import AsJson, print_json, verb
 from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
 from shoal.extend.runs import format_size
@@ -85,7 +85,7 @@ def check_packages(
     requirements: Sequence[str], installed: Callable[[str], str | None], extra: str = "cluster"
 ) -> Iterator[Finding]:
     """The installed packages against those that the extra needs; a version outside of its range is a failure."""
-    num_fitting, remedy = 0, _install(extra)
+    num_fitting, remedy = 0, format_install(extra)
     for requirement in _required(list(map(Requirement, requirements)), extra):
         installed_version = installed(requirement.name)
         if installed_version is None:
@@ -96,10 +96,6 @@ def check_packages(
         else:
             num_fitting += 1
     yield Finding("packages", Level.OK, f"{num_fitting} fit what the extra {extra!r} needs")
-
-
-def _install(extra: str) -> str:
-    return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
@@ -130,7 +126,7 @@ def check_imports(modules: Sequence[str], extra: str = "cluster") -> Finding:
         return Finding("imports", Level.OK, ", ".join(modules))
     module = (done.stdout.split() or ["python"])[-1]
     reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Finding("imports", Level.FAIL, f"import {module}: {reason}", _install(extra))
+    return Finding("imports", Level.FAIL, f"import {module}: {reason}", format_install(extra))
 
 
 def check_cores(num_cores: int) -> Finding:
@@ -200,7 +196,7 @@ def check_haproxy() -> Finding:
         command = [haproxy_program(), "-v"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
     except (ClusterError, OSError, subprocess.SubprocessError) as error:
-        remedy = f"{_install('serve')} on Linux; training needs none"
+        remedy = f"on Linux {format_install('serve')}; training needs none"
         return Finding("haproxy", Level.WARN, f"endpoints have no front: {error}", remedy)
     return Finding("haproxy", Level.OK, f"{done.stdout.splitlines()[0].split(' - ')[0]}, {command[0]}")
 

@@ -28,7 +28,7 @@ from shoal.libs.kube.manifests import (
     make_secret,
 )
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
-from shoal.recipes import recipe_folder
+from shoal.recipes import find_packaged
 from shoal.yaml_text import read_fields
 
 PREFIX = "kube."
@@ -141,7 +141,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _find_in_image(path: Path) -> str:
     """The path of a job's file in the image: that of a recipe is given by the Dockerfile, another is below the folder
     that the image works in, as it is below this one. Raises ConfigError."""
-    if path.parent == recipe_folder("jobs"):
+    if path.parent == find_packaged("jobs"):
         return f"{RECIPES}/{path.name}"
     if not path.is_relative_to(Path.cwd()):
         raise ConfigError("job", str(path), "is not below this folder, as it has to be in the image", "start there")

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, InferenceError, format_install
 from shoal.extend.serve import CLIENT_GONE, Disconnected, TraceDestination
 
 if TYPE_CHECKING:
@@ -175,7 +175,5 @@ def _open_exporter(where: TraceDestination, replica: str) -> Iterator[SpanExport
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError(
-            "trace", where.target, f"{error}", "pip install 'CHECKOUT[trace]', with the folder of Shoal's sources"
-        ) from None
+        raise ConfigError("trace", where.target, f"{error}", format_install("trace")) from None
     yield OTLPSpanExporter(where.target, timeout=int(EXPORT_TIMEOUT_S))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from shoal.errors import ConfigError, ProtocolViolation
+from shoal.errors import ConfigError, ProtocolViolation, format_install
 from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import format_address
@@ -73,6 +73,5 @@ def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener
     try:
         listener: Callable[[GatewaySetting, int], Listener] = find_extension("websocket", LISTENERS, {})
     except ValueError as error:
-        remedy = "pip install 'CHECKOUT[games]', with the folder of Shoal's sources"
-        raise ConfigError("gateway.websocket", spec.websocket, str(error), remedy) from None
+        raise ConfigError("gateway.websocket", spec.websocket, str(error), format_install("games")) from None
     return listener

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.errors import ConfigError, InferenceError, WeightsError, format_install
 from shoal.serve.messages.infer_call import Arrays
 
 _PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
@@ -33,12 +33,7 @@ def import_runtime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ConfigError(
-            "format",
-            "onnx",
-            f"needs onnxruntime ({error})",
-            "pip install 'CHECKOUT[onnx]', with the folder of Shoal's sources",
-        ) from error
+        raise ConfigError("format", "onnx", f"needs onnxruntime ({error})", format_install("onnx")) from error
     return onnxruntime
 
 
