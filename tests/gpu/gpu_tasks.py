@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -17,6 +16,7 @@ from torch.utils.data import TensorDataset
 from shoal.data import Data
 from shoal.models.lenet import LeNet
 from shoal.parallel import World
+from shoal.testing.run import MemoryLog
 from shoal.train import Task
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
@@ -73,30 +73,6 @@ def make_points(kind: str, count: int, seed: int) -> TensorDataset:
     return TensorDataset(centres[classes] + 0.5 * torch.randn(count, *shape, generator=random), classes)
 
 
-class Log:
-    """Retains losses and events."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, dict[str, float]] = {}
-        self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self.values.setdefault(step, {}).update(values)
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self.events.append((kind, details))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Not retained."""
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    @property
-    def losses(self) -> list[float]:
-        return [values["train/loss"] for _, values in sorted(self.values.items()) if "train/loss" in values]
-
-
 BASE: dict[str, Any] = {
     "task": WORD,
     "batch_size": 32,
@@ -114,11 +90,11 @@ def make_spec(**changes: Any) -> TrainSpec:
 
 
 def train(
-    folder: Path, spec: TrainSpec, device: str, log: Log | None = None, world: World | None = None
+    folder: Path, spec: TrainSpec, device: str, log: MemoryLog | None = None, world: World | None = None
 ) -> TrainResult:
     folder.mkdir(parents=True, exist_ok=True)
     task = Net(**spec.args)
-    return Trainer(spec, task, world or World.single(device), folder, run_id="r", journal=log or Log()).run()
+    return Trainer(spec, task, world or World.single(device), folder, run_id="r", journal=log or MemoryLog()).run()
 
 
 def load_weights(result: TrainResult) -> dict[str, Tensor]:

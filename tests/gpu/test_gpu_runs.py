@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_tasks import CLOSE, FEATURES, Log, Net, assert_same_weights, load_weights, make_spec, require_cuda, train
+from gpu_tasks import CLOSE, FEATURES, Net, assert_same_weights, load_weights, make_spec, require_cuda, train
 from torch.utils.data import TensorDataset
 
 from shoal import checkpoint
@@ -20,6 +20,7 @@ from shoal.errors import OutOfMemory
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.random_state import get_random_state, preserve_rng, set_random_state
+from shoal.testing.run import MemoryLog
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 NUM_BATCHES = 200
@@ -74,7 +75,7 @@ def test_a_fused_optimizer_of_the_spec_takes_the_cpus_step(name: str, device: st
 def test_torchs_optimizers_take_the_cpus_step_and_resume(name: str, device: str, tmp_path: Path) -> None:
     """Of the Task's own, some of which have their state's numbers on the device and some on the CPU."""
     spec = make_spec(args={"optimizer": name}, optimizer={}, stop={"steps": 2}, evaluate={"every_steps": 100})
-    log = Log()
+    log = MemoryLog()
     train(tmp_path / "device", spec, device)
     train(tmp_path / "device", spec.override(["stop.steps=4"]), device, log)
     assert ("restored", 2) in [(kind, details.get("step")) for kind, details in log.events]
@@ -171,7 +172,7 @@ def test_out_of_memory_is_explained_by_a_size_that_fits(device: str, tmp_path: P
         OutOfMemory, match=r"step 1: the memory is too small for 32 samples.* would have fitted"
     ) as error:
         Trainer(
-            spec, Huge(total // 20), World.single(require_cuda(device).type), tmp_path, run_id="r", journal=Log()
+            spec, Huge(total // 20), World.single(require_cuda(device).type), tmp_path, run_id="r", journal=MemoryLog()
         ).run()
     fitting = int(str(error.value).split("; ")[1].split(" ")[0])
     assert fitting in (4, 8), str(error.value)  # 2 and 3 copies of a twentieth each; the failed step's own are gone
@@ -214,7 +215,7 @@ def test_flops_and_peak_memory_are_those_of_torch(device: str) -> None:
 
 
 def test_the_cost_of_a_run_is_reported(device: str, tmp_path: Path) -> None:
-    log = Log()
+    log = MemoryLog()
     train(tmp_path, make_spec(stop={"steps": 14}, evaluate={"every_steps": 14}), device, log)
     measured = [details for kind, details in log.events if "cost" in kind or "measured" in kind]
     assert measured, [kind for kind, _ in log.events]
@@ -244,7 +245,7 @@ def test_a_cpu_metric_counts_outputs_of_the_gpu(device: str, tmp_path: Path) -> 
 
     from shoal.train.loop.trainer import Trainer
 
-    result = Trainer(make_spec(), Measured(), World.single(device), tmp_path, run_id="r", journal=Log()).run()
+    result = Trainer(make_spec(), Measured(), World.single(device), tmp_path, run_id="r", journal=MemoryLog()).run()
     assert result.metrics["hit_rate"] == pytest.approx(result.metrics["accuracy"])
 
 

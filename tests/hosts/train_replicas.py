@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from shoal.cluster.job_main import connect, disconnect
 from shoal.libs.asynchronous.ray_processes import RayProcesses
 from shoal.libs.asynchronous.replicas import fit_replicas
+from shoal.runs.record.event_log import EventLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 
@@ -48,7 +48,7 @@ class Placed(Toy):
         return super().loss(outputs, batch)
 
 
-class Run:
+class Run(EventLog):
     """One of them, and its event log."""
 
     def __init__(self, kind: str, marks: Path, folder: Path) -> None:
@@ -83,12 +83,6 @@ class Run:
         self.events.append((kind, details))
         if kind == "worker_lost":
             self._lost_at = self.steps[-1]
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Not kept."""
-
-    def flush(self) -> None:
-        """Nothing is waiting."""
 
 
 def main(shared: Path, own: Path) -> None:
