@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from tiny_models import make_model, save_model, write_lines
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.libs.hf.source import find_folder, make_model_name
+from shoal.libs.hf.source import find_folder, make_model_name, open_draft
 from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import pull, push
 from shoal.registry import Registry
@@ -36,6 +39,17 @@ def answer(ref: str) -> np.ndarray:
 def compute(model: torch.nn.Module) -> np.ndarray:
     with torch.no_grad():
         return model.eval()(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
+
+
+def test_drafts_of_processes_that_were_killed_are_gone_with_the_next_pull(shoal_home: Path) -> None:
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    others = [shoal_home / "hf" / f".{socket.gethostname()}-{pid}-x" for pid in (dead.pid, os.getpid())]
+    for each in others:
+        each.mkdir(parents=True)
+    with open_draft() as draft:
+        assert [each.exists() for each in (*others, draft)] == [False, True, True]
+    assert not draft.exists()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
