@@ -30,7 +30,7 @@ from shoal.extend.cluster import is_connected, job_main
 from shoal.extend.data import Data, Loader, make_loader
 from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World, choose_device, get_value
 from shoal.extend.registry import ModelFactory
-from shoal.extend.runs import RunRecorder, format_metrics
+from shoal.extend.runs import RunRecorder, format_metrics, print_line
 from shoal.extend.train import (
     BatchStream,
     EventLog,
@@ -53,7 +53,6 @@ from shoal.libs.population.flow.rounds import (
     PopulationRun,
     RoundLog,
     choose_spec,
-    print_line,
     recorded_population,
     require_continuation,
 )
