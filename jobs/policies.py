@@ -25,7 +25,7 @@ TAG = "shoal.libs.games.tag:Tag"
 
 
 def spec(words: Sequence[str] = ()) -> PoliciesSpec:
-    """The policies that the words name, or those of the game."""
+    """With the policies that the words name, or those of the game."""
     if resumed := last_override(words, "resume"):
         return PoliciesSpec.from_record(shoal.runs.load(resumed).spec, words)
     game = ActorLearnerSpec(env=last_override(words, "env") or TAG)
@@ -33,7 +33,7 @@ def spec(words: Sequence[str] = ()) -> PoliciesSpec:
     is_assigned = any("agents" in each for each in named.values())
     names = [] if is_assigned and not game.given else list_policies(game)
     policies = merge({name: {"agents": [name]} for name in names}, named)
-    return PoliciesSpec.parse({"env": game.env, "policies": policies})
+    return PoliciesSpec.parse({"env": game.env, "policies": policies}).override(words)
 
 
 def list_policies(game: ActorLearnerSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""The program `shoal`, also as `python -m shoal`: names the missing extra in one line if the CLI cannot load."""
+"""The program `shoal`, also as `python -m shoal`: names the missing extra in one line if a verb cannot load."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ def main() -> None:
     try:
         with needs_extra("cluster"):
             from shoal.cli import main as run
+
+            run()
     except MissingExtra as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    run()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ PLACES = {
         {"channel/packing.py", "data/workers/shm_transfer.py"},
     ),
     "a missing library is told with its extra": (r"'CHECKOUT\[\{", {"errors.py"}),
+    "a command says what it waits for": (r'name="waits"', {"runs/waits.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",
         {f"libs/planning/predict/{name}.py" for name in ("rank_step", "fake_step", "predict")},

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.cluster.job_main import connect, disconnect
 from shoal.libs.asynchronous.ray_processes import RayProcesses
 from shoal.libs.asynchronous.replicas import fit_replicas
-from shoal.testing.run import MemoryLog
+from shoal.runs.record.event_log import EventLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 
@@ -46,7 +46,7 @@ class Placed(Toy):
         return super().loss(outputs, batch)
 
 
-class Run(MemoryLog):
+class Run(EventLog):
     """One of them, and its event log."""
 
     def __init__(self, kind: str, marks: Path, folder: Path) -> None:

@@ -69,7 +69,6 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
 
     handed: list[str] = []
     monkeypatch.setattr(verb, "check", lambda spec: None)
-    monkeypatch.setattr(verb, "interrupt_on_termination", lambda: None)
     monkeypatch.setattr(verb, "_run", lambda fields, *_: handed.extend(fields))
     source, output = tmp_path / "a: b #1.csv", tmp_path / "{on}"
     words = ["1e3", str(source), str(output), "--columns", "x=it's, 1", "--keep", "on, 2,no]", "--workers", "2"]

@@ -183,10 +183,8 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
     ],
 )
 def test_changes_are_sent_as_they_were_asked_for(recorded: str, host: Host, line: str, change: dict[str, Any]) -> None:
-    told = lines(line)
+    lines(line)
     assert host.changes[-1] == {"model": "fashion", **change}
-    if not line.startswith("delete"):
-        assert told == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +236,7 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
     ],
 )
 def test_options_are_sent_as_they_were_set(recorded: str, host: Host, options: str, change: dict[str, Any]) -> None:
-    assert lines(f"set fashion {options}") == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+    lines(f"set fashion {options}")
     assert host.changes[-1] == {"model": "fashion", "action": "set", "timeout_s": 120.0, **change}
 
 

@@ -112,7 +112,7 @@ def fake_cluster(handle: ClusterHandle, monkeypatch: pytest.MonkeyPatch) -> Fake
     monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: handle)
     for name, stand_in in {"submit": fake.submit, "JobHandle": fake.job, "list_jobs": fake.infos}.items():
         monkeypatch.setattr(serve_deploy, name, stand_in)
-    monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
+    monkeypatch.setattr("shoal.cli.support.verbs.interrupt_on_termination", lambda: None)
     monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
     return fake
 
@@ -191,7 +191,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show
     monkeypatch.setenv("SHOAL_SECRET_WORDS", job.env["SHOAL_SECRET_WORDS"])
     fields = restore_secrets(entrypoint[3:])
-    spec = spec_from_overrides(fields).override(fields)
+    spec = spec_from_overrides(fields)
     assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush-hush-hush-hush"]
     assert spec.models == ["fashion@champion", "tabular@1"]
     assert spec.endpoint.allow_origins == ["https://app.example", "http://localhost:5173"]
@@ -247,7 +247,7 @@ def test_a_file_goes_along_by_its_place_and_names_are_taken_as_they_were_typed(
     file.write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
     said("serve deploy --name 007 endpoint.port=80", str(file))
     words = cluster.only_job.entrypoint[3:]
-    spec = spec_from_overrides(words).override(words)
+    spec = spec_from_overrides(words)
     assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("007", 5, 80)
     assert (spec.models, spec.file) == (["fashion"], str(file))
 

@@ -196,9 +196,9 @@ def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPa
         (
             "restored",
             {"step": 5, "damaged": ["step 10: a.bin is gone"]},
-            "from step 5; damaged, and passed over: step 10",
+            "resumed at step 5; damaged, and passed over: step 10",
         ),
-        ("restored", {"step": 5, "damaged": []}, ""),
+        ("restored", {"step": 5, "damaged": []}, "resumed at step 5"),
         ("workers_lost", {"step": 1234, "error": "a worker died"}, "workers were lost after step 1,234"),
         (
             "workers_lost",

@@ -183,7 +183,7 @@ def _run(options: argparse.Namespace) -> int:
         for each in addresses
     ]
     trying = f"no gateway answers at {options.connect} yet: trying for {options.timeout_s:g} s"
-    silence = threading.Timer(CONNECT_NOTICE_S, lambda: print(trying, file=sys.stderr, flush=True))
+    silence = threading.Timer(CONNECT_NOTICE_S, lambda: print(trying, file=sys.stderr))
     silence.daemon = True
     with ExitStack() as opened:
         # Last: one may start a game, and is closed from here on.

@@ -111,6 +111,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     queued_rows, max_queued_rows: over all replicas
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests answered with 429 or 504 since the start, over all replicas
+    requests, errors, rows: answered or failed by any version since the endpoint's deployment, over all replicas, also
+                those that have ended; the requests that failed with a 5xx; the rows of the answers
     latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
     residency:  of a model that is loaded when it is requested; None for one that every replica has
     evidence:   of its open candidate; None without one
@@ -134,6 +136,9 @@ class ModelStatus(msgspec.Struct, frozen=True):
     max_batch_rows: int = 0
     deadline_s: float | None = None
     refused: int = 0
+    requests: int = 0
+    errors: int = 0
+    rows: int = 0
     latency: list[tuple[int, float]] = []
     last_failure: str = ""
     residency: ResidencyStatus | None = None

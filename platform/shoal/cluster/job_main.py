@@ -51,7 +51,7 @@ def job_main(
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 3 on NotReached, 1 on another
     ShoalError or OSError.
 
-    spec:    what the words change, or a function that finds it by looking at them
+    spec:    what the words change, or a function that makes it of them
     translate: makes overrides of the command line's words; may raise ShoalError
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
     list_arguments: further words, for `--help`
@@ -64,16 +64,15 @@ def job_main(
         words = translate(restore_secrets(sys.argv[1:]))
         fields = [word for word in words if word not in (CHECK, ALL, *HELP)]
         if not isinstance(spec, Spec):
-            base = spec(fields)
+            chosen = spec(fields)
         elif resumed := last_override(fields, "resume"):
-            base = type(spec).from_record(shoal.runs.load(resumed).spec, fields)  # without the secrets
+            chosen = type(spec).from_record(shoal.runs.load(resumed).spec, fields)  # without the secrets
         else:
-            base = spec
-        _require_kind(base, last_override(fields, "resume"))
+            chosen = spec.override(fields)
+        _require_kind(chosen, last_override(fields, "resume"))
         if not set(HELP).isdisjoint(words):
-            print_help(chosen := base.override(fields), list_arguments(chosen), has_all=ALL in words)
+            print_help(chosen, list_arguments(chosen), has_all=ALL in words)
             return
-        chosen = base.override(fields)
         check(chosen)
         if CHECK in words:
             return
@@ -89,10 +88,10 @@ def job_main(
             signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
             run(chosen, job)
     except (ShoalError, OSError) as error:  # an OSError such as a full disk
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(NotReached.EXIT_STATUS if isinstance(error, NotReached) else 1)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
+        print("stopped", file=sys.stderr)
         sys.exit(130)
 
 

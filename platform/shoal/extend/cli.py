@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         find_job,
         follow_output,
         ignore_further_interrupts,
-        interrupt_on_termination,
         job_environment,
         validate_overrides,
     )

@@ -73,5 +73,6 @@ if TYPE_CHECKING:
         list_with_best,
     )
     from shoal.runs.tracker import Tracker, TrackerNames, load_tracker
+    from shoal.runs.waits import WaitReporter, print_line
 
 __getattr__ = load_on_demand(__name__)

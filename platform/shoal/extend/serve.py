@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.open_inference.rows import decode_rows
     from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
     from shoal.serve.http.admin import RestHandlers
-    from shoal.serve.http.codec import HttpCodec
+    from shoal.serve.http.codec import HttpCodec, ModelCodec
     from shoal.serve.http.routes import ADMIN_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction, RouteTarget
     from shoal.serve.http.stream_guard import guard_stream
     from shoal.serve.messages.counts import SECONDS, Histogram, LibraryMetric

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.runs.record.event_log import EventLog, ForwardingLog, LogMethod, MessageLog, NullLog, RecordLog
+    from shoal.runs.record.event_log import EventLog, ForwardingLog, LogMethod, NullLog, RecordLog
     from shoal.train import Callback, TrainingState
     from shoal.train.export import model_entry
     from shoal.train.export.model_entry import build, make_factory, make_model_name, register_model

@@ -68,6 +68,7 @@ from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_workers import take_spaces
 from shoal.runs import RunRecorder, Status
+from shoal.runs.waits import print_line
 from shoal.serve.on_ray.ownership import require_free_name
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
@@ -174,7 +175,7 @@ class LoopRun:
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
         models = "NAME, of " * (not self._only) + ", ".join(each.spec.model_name for each in self.policies)
-        print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
+        print_line(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}")
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
             each.wait_for_gateway()
@@ -192,7 +193,7 @@ class LoopRun:
             announce_websocket(self.policies, self.recorder.id)
             self._record_endpoint("websocket", "websocket", websocket)
         self._how_to_join = describe_joining(others.get("connect", address), websocket, env, key, ignored)
-        print(f"run {self.recorder.id}: {self._how_to_join}", flush=True)
+        print_line(f"run {self.recorder.id}: {self._how_to_join}")
         self._printed_at = time.monotonic()
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
@@ -264,7 +265,7 @@ class LoopRun:
             if not details["passes"]:
                 self._failed.append(trial)
                 self._failed_trial = details["reason"]
-                print(f"{self._failed_trial}: learning on", flush=True)
+                print_line(f"{self._failed_trial}: learning on")
         self._action = choose_action(trials)
         self.policies[0].trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:
@@ -289,11 +290,11 @@ class LoopRun:
         policy.trial_return = retained.mean_return
         returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
-        print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
+        print_line(f"version {policy.retained.version}, which returns more than the newest, is registered")
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str, then: str = "learning on") -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)
-        print(f"version {snapshot.version} could not be tried ({why}): {then}", flush=True)
+        print_line(f"version {snapshot.version} could not be tried ({why}): {then}")
         return False
 
     def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
@@ -339,7 +340,7 @@ class LoopRun:
         steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
         self._note("solved", seconds=seconds, steps=steps, **details)
         after = f"{seconds:.1f} s after the first segment, {steps:,} environment steps"
-        print(f"solved: {how}, {after}", flush=True)
+        print_line(f"solved: {how}, {after}")
 
     def _probe(self) -> None:
         """Let best actions be played now and then, and keep their mean return."""
@@ -374,12 +375,12 @@ class LoopRun:
             self._learning_since = time.monotonic()
         if self._learning_since is None and time.monotonic() - self._printed_at >= WAITING_PRINT_S:
             self._printed_at = time.monotonic()
-            print(f"run {self.recorder.id}: waiting for actors: {self._how_to_join}", flush=True)
+            print_line(f"run {self.recorder.id}: waiting for actors: {self._how_to_join}")
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
             if time.monotonic() - self._printed_at >= PRINT_S:
                 self._printed_at = time.monotonic()
-                print(self._describe_progress(), flush=True)
+                print_line(self._describe_progress())
 
     def _log(self) -> None:
         assert self._endpoint is not None
@@ -423,7 +424,7 @@ class LoopRun:
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(describe_registered(model, played.get(name), self._action, self.spec), flush=True)
+            print_line(describe_registered(model, played.get(name), self._action, self.spec))
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at

@@ -35,6 +35,7 @@ from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.ray_workers import ActorLearnerWorkers
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
+from shoal.runs.waits import print_line
 from shoal.serve.on_ray.ownership import list_driver_endpoints
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.store import open_store, store_variable
@@ -206,6 +207,8 @@ class LoopPolicy:
             if kind == "learner_restarted":
                 restored = self.learner["restored_updates"]  # it may have saved after it was last asked
                 details |= {"updates": max(known, restored), "restored_updates": restored}
+        if gateway and learner and len(self._pids) < 2 and learner.get("restored_updates"):  # of the run before
+            happened.append(("restored", {"step": self.num_steps, "damaged": learner["damaged_checkpoints"]}))
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
         happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
@@ -323,7 +326,7 @@ class LoopPolicy:
         if not self._is_registered and (snapshot := self.find_learnt()) is not None:
             self.withhold_champion()
             action = list_actions(self.spec, self.experience)[0]
-            print(f"registered {self.register(snapshot, recorder, action).ref}, as it was stopped", flush=True)
+            print_line(f"registered {self.register(snapshot, recorder, action).ref}, as it was stopped")
 
     def withhold_champion(self) -> None:
         """Let the version that will be registered leave `champion` as it is."""
@@ -395,7 +398,7 @@ def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
     first, *others = policies
     first.relay_websockets({each.name: each.addresses["bound_websocket"] for each in others})
     shown = join_addresses(policies)[1].replace(",", "\n    ")
-    print(f"run {run_id}: games join over WebSocket at\n    {shown}", flush=True)
+    print_line(f"run {run_id}: games join over WebSocket at\n    {shown}")
 
 
 def close_gateways(policies: Sequence[LoopPolicy], recorder: RunRecorder, deadline: float) -> None:

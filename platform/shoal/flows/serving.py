@@ -27,6 +27,7 @@ from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
 from shoal.runs.event_messages import format_warning
+from shoal.runs.waits import print_line
 from shoal.serve.spec.model_source import model_from_ref
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def serve_models(spec: ServingSpec, job: str) -> None:
             print(f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}")
         if endpoint.grpc:
             print(f"serving gRPC at {endpoint.grpc}")
-        print(READY + json.dumps({"url": endpoint.url, "grpc": endpoint.grpc}), flush=True)  # read by a remote deploy
+        print_line(READY + json.dumps({"url": endpoint.url, "grpc": endpoint.grpc}))  # read by a remote deploy
         if not endpoint.is_detached:
             _record_until(threading.Event(), endpoint, recorder)
 
@@ -113,7 +114,7 @@ def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: 
 def _record_wait(recorder: RunRecorder, kind: str, **details: Any) -> None:
     with suppress(RunError):  # retried later: the endpoint stays up
         recorder.record_event(kind, **details)
-    print(format_warning(kind, details) or "every replica has a place", flush=True)
+    print_line(format_warning(kind, details) or "every replica has a place")
 
 
 def _record_until(stop: threading.Event, endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:

@@ -63,9 +63,9 @@ class ServingSpec(Spec):
 
 
 def spec_from_overrides(overrides: Sequence[str]) -> ServingSpec:
-    """The base of the overrides: the file among them, or the defaults. Raises ConfigError."""
+    """The spec of the file among the overrides, or the defaults; with the overrides. Raises ConfigError."""
     file = last_override(overrides, "file")
-    return load_serving_spec(Path(file)) if file else ServingSpec()
+    return (load_serving_spec(Path(file)) if file else ServingSpec()).override(overrides)
 
 
 def load_serving_spec(path: Path) -> ServingSpec:

@@ -22,6 +22,7 @@ from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, Record
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_metrics
 from shoal.runs.record.event_log import EventLog, ForwardingLog, RecordLog
+from shoal.runs.waits import WaitReporter, print_line
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
@@ -57,7 +58,7 @@ def train_main(
 ) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own.
 
-    spec:      what the overrides change, or a function that finds it by looking at them
+    spec:      what the overrides change, or a function that makes it of them
     translate: makes overrides of the command line's words; may raise ShoalError
     """
     checks: list[ValidatedRun | None] = []
@@ -108,7 +109,7 @@ def _check(spec: TrainSpec) -> ValidatedRun:
     """Check in a worker, and load meanwhile what `RayBackend.attempt` needs."""
     validate_spec(spec)
     require_possible(resolve_device(spec))
-    return check_on_worker(spec, _print_line, partial(_load_launcher, spec))
+    return check_on_worker(spec, print_line, partial(_load_launcher, spec))
 
 
 def _load_launcher(spec: TrainSpec) -> None:
@@ -137,17 +138,23 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
     ) as recorder:
         spec = resolve_device(spec)  # the record has the user's word: another cluster may have other devices
         num = spec.workers
-        print(f"run {recorder.id}: {spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
-        with RunAdmission(recorder.id, spec.priority) as admission:
-            log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
+        workers = f"{num} worker{'s' * (num > 1)}"
+        print_line(f"run {recorder.id}: {spec.task} on {workers}")
+        with RunAdmission(recorder.id, spec.priority) as admission, WaitReporter(f"waiting for {workers}") as reporter:
+
+            def say(line: str) -> None:
+                print_line(line)
+                reporter.note_line()
+
+            log = ConsoleLog(RecordLog(recorder, admission.mark_running), say)
             require_capacity(spec, log.record_event, admission)
             checked.log_data(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
-            print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
+            print_line(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}")
             if result.registration:
-                print(result.registration, flush=True)
+                print_line(result.registration)
     if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result
@@ -215,7 +222,7 @@ class RayBackend:
             deadline = math.inf
             while not self._poll_or_abort(fit, group):
                 if (asked.is_set() or self._should_stop()) and deadline == math.inf:
-                    print("stopping: saving a checkpoint ...", flush=True)
+                    print_line("stopping: saving a checkpoint ...")
                     fit.stop()
                     deadline = time.monotonic() + STOP_TIMEOUT_S
                 if time.monotonic() > deadline:
@@ -306,7 +313,3 @@ class RayBackend:
         if now - self._shortage_since >= lack.report_after_s and not self._is_shortage_reported:
             self._is_shortage_reported = True
             self._log.record_event(lack.event, workers=self.spec.workers, fit=fit, wait_s=SHORTAGE_TIMEOUT_S)
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from shoal.wire.messages import Bye, ErrorMessage, Hello, Message
 STAY_S = 0.05  # between two looks at whether the gateway comes
 WAITING_PRINT_S = 30.0  # between two lines that say what a run waits for
 EXAMPLE = '"offers": {"observation": [4], "action": 3}'
-print_line = partial(print, flush=True)
 _NOTHING = ExperienceSpec(TensorSpec("float32"), TensorSpec("int64"), 1, PolicySpec("", "", ()))
 _BEGINS = Bye("the run begins, and its learner starts: connect again")
 _FATAL = ("bad_version", "bad_token", "wrong_spaces")

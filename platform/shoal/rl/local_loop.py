@@ -18,12 +18,13 @@ from shoal.actor.environment import ASK
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting, print_line
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
+from shoal.runs.waits import print_line
 from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import GameSettings

@@ -38,7 +38,7 @@ from shoal.home import home
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting, print_line
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
@@ -51,6 +51,7 @@ from shoal.rl.gateway.zmq_listener import (
 )
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
+from shoal.runs.waits import print_line
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, get_stored_version, start_weight_store
 from shoal.wire import DropReason

@@ -50,8 +50,9 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     if kind in _MESSAGES:
         return _MESSAGES[kind].format_map(details)
     match kind:
-        case "restored" if details["damaged"]:
-            return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
+        case "restored":
+            damaged = f"; damaged, and passed over: {'; '.join(details['damaged'])}" if details["damaged"] else ""
+            return f"resumed at step {details['step']:,}{damaged}"
         case "workers_lost":
             return _LOST[details["step"] < 0].format_map(details)
         case "hosts_missing":

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost, RunError, ShoalError
 from shoal.ray_call import call_or_none
-from shoal.runs.record.event_log import LogMethod, MessageLog
+from shoal.runs.record.event_log import EventLog, LogMethod
 from shoal.store import Mirror
 
 CALL_TIMEOUT_S = 30.0
@@ -75,7 +75,7 @@ def start_mailbox() -> ActorHandle:
     return worker.options(scheduling_strategy=here).remote()
 
 
-class RayLog(MessageLog):
+class RayLog(EventLog):
     """Rank 0's event log: a thread delivers its messages and receives the request to stop.
 
     | capacity  | what blocks                          | who unblocks | close()                            |

@@ -48,19 +48,26 @@ _FIELDS = (
     (RunKind.SERVING, {"models", "endpoint"}),
 )
 
-# What is trained: a field of the spec, or of a sweep's trials. A list of runs is no time to parse all of their YAML.
-_TASK = re.compile(r"^(?:  )?(?:task|recipe): (.+)$", re.MULTILINE)
+# Fields of the spec, or of a sweep's trials, or of an endpoint.
+_TASK = r"(?:  )?(?:task|recipe)"
+_NAME = r"(?:(?:train|endpoint):\n(?:  .*\n)*?  )?name"
 _GENERIC_JOB = "train"
 
 
-def format_title(job: str, kind: RunKind, spec: str) -> str:
-    """What a run is called: its Task's name, after the job's where that says more, as in `sweep lenet`."""
-    if kind not in (RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP):
-        return job
-    references = [match[1].strip("'\"") for match in _TASK.finditer(spec)]
-    task = next(filter(None, references), "")
-    name = task.rpartition(":")[2] if ":" in task else Path(task).stem  # of my_task.py:MyTask, of jobs/lenet.py
+def format_name(job: str, kind: RunKind, spec: str) -> str:
+    """What a run is called: as its spec names its model or its endpoint, or by its Task, after the job where that says
+    more, as in `sweep lenet`. `{data}` in a name is the stem of that file."""
+    name = re.sub(r"{(\w+)}", lambda each: Path(_find(f" +{each[1]}", spec)).name.split(".")[0], _find(_NAME, spec))
+    if not name and kind in (RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP):
+        task = _find(_TASK, spec)
+        name = task.rpartition(":")[2] if ":" in task else Path(task).stem  # of my_task.py:MyTask, of jobs/lenet.py
     return " ".join(dict.fromkeys(each for each in (job, name) if each and (each != _GENERIC_JOB or not name)))
+
+
+def _find(field: str, spec: str) -> str:
+    """The first text of a field; "" for none. A list of runs is no time to parse all of their YAML."""
+    found = re.search(rf"^{field}: ['\"]?([^'\"\n]+)", spec, re.MULTILINE)
+    return found[1] if found else ""
 
 
 @lru_cache(maxsize=16)  # called four times a second

@@ -22,7 +22,7 @@ from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.event_messages import WAITING
 from shoal.runs.record.database import list_run_ids, read_connection
-from shoal.runs.run_kind import RunKind, format_title, infer_kind
+from shoal.runs.run_kind import RunKind, format_name, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 
 if TYPE_CHECKING:
@@ -244,9 +244,11 @@ class Run:
         return RunKind(self._kind) if self._kind else infer_kind(self.spec)
 
     @property
-    def title(self) -> str:
-        """What it is called in lists and reports: its Task, or its job."""
-        return format_title(self.job, self.kind, self.spec)
+    def name(self) -> str:
+        """What it is called in lists, tables and legends: as its spec names it, or its Task, or its job."""
+        return format_name(self.job, self.kind, self.spec)
+
+    title = name  # on the pages of the console
 
     @property
     def duration_s(self) -> float:
@@ -391,7 +393,7 @@ class Run:
         """Everything except the histories, ready for JSON (non-finite values become None)."""
         best = self.best()
         return {
-            **{name: getattr(self, name) for name in ("id", "job", "title", "spec", "command", "git_revision")},
+            **{name: getattr(self, name) for name in ("id", "name", "job", "title", "spec", "command", "git_revision")},
             "git_dirty": self.git_dirty,
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
             **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "owner", "error")},

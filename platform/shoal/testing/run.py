@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.parallel import World
+from shoal.runs.record.event_log import EventLog
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -27,7 +28,7 @@ from shoal.weights.tensor_files import list_files, open_tensors
 DEFAULTS: dict[str, Any] = {"log_every_steps": 1, "checkpoint": {"asynchronous": False}}
 
 
-class MemoryLog:
+class MemoryLog(EventLog):
     """Retains what a run logs.
 
     metrics:    values by step and name: `train/loss`, `validation/loss`, ...
@@ -49,9 +50,6 @@ class MemoryLog:
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         self.histograms.append((step, name))
-
-    def flush(self) -> None:
-        """Nothing: all is in memory."""
 
     def get_curve(self, name: str) -> dict[int, float]:
         """The values of one metric by step."""

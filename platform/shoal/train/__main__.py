@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from signal import SIGINT
 
 from shoal.cluster.job_main import ALL, HELP, print_help
@@ -15,6 +14,7 @@ from shoal.config import last_override
 from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.runs.record.provenance import format_masked_command
+from shoal.runs.waits import print_line
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
             spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
             print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
         except ShoalError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
     with freeze_loaded_objects():  # also freezes the modules loaded above
@@ -43,15 +43,15 @@ def main(arguments: list[str]) -> int:
                 raise ConfigError(
                     "workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy
                 )
-        outcome = fit_locally(spec, predicts=not spec.has_replicas, say=partial(print, flush=True))
+        outcome = fit_locally(spec, predicts=not spec.has_replicas, say=print_line)
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
-        print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr)
         return 1
     if rank == "0" and outcome.is_interrupted:
         print(f"Go on with: {_format_resume_command(outcome.run_id, arguments)}", flush=True)
     if missed := describe_missed_target(spec, outcome):
-        print(missed, file=sys.stderr, flush=True)
+        print(missed, file=sys.stderr)
         return NotReached.EXIT_STATUS
     return 128 + (outcome.signal or SIGINT) if outcome.is_interrupted else 0
 

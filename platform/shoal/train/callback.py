@@ -110,20 +110,19 @@ class CallbackRunner:
             if state:
                 each.load_state_dict(state)
 
-    def begin(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._state.metrics = metrics
-        self.call(Callback.on_begin, step)
-
     def end_step(self, step: int, loss: Tensor) -> None:
         self._state.loss = loss
         self.call(Callback.on_step, step)
 
-    def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._state.metrics = metrics
-        self.call(Callback.on_evaluation, step)
-
-    def call(self, method: Callable[[Callback, TrainingState], None], step: int) -> None:
-        """Call this method of each."""
+    def call(
+        self,
+        method: Callable[[Callback, TrainingState], None],
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Call this method of each. metrics: of the newest evaluation, if they are others"""
+        if metrics is not None:
+            self._state.metrics = metrics
         if self.callbacks:
             self._state.step, self._state.epoch = step, self._get_epoch()
             for each in self.callbacks:

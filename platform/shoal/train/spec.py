@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -191,7 +191,8 @@ class TrainSpec(Spec):
     logs:                  json: each line of the driver's output, and of the workers' logs, is an object
     track:                 where its record is mirrored to: mlflow, wandb, trackio
     threads:               of torch, in each worker; None divides this machine's cores among the workers
-    name:                  in the registry; "" takes the Task's name, `{data}` the stem of the file `args.data`
+    name:                  in the registry, and of the run; "" takes the Task's name, `{data}` the stem of the file
+                           `args.data`
     aliases:               of the registered version; None: `champion`, if it is the best so far by `stop.target`'s
                            metric, else by `stop.convergence`'s, else by the loss, on the same validation data
     """
@@ -233,6 +234,11 @@ class TrainSpec(Spec):
     name: str = ""
     aliases: AliasNames | None = None
     resume: str = ""
+
+    @classmethod
+    def from_record(cls, text: str, overrides: Iterable[str] = (), *, leave_out: Collection[str] = ()) -> Self:
+        """With overrides as `override` takes them."""
+        return super().from_record(text, leave_out=leave_out).override(overrides)
 
     def override(self, overrides: Iterable[str]) -> Self:
         """Also accepts an argument of the Task by its own name, where no field has it: `hidden=64`."""

@@ -246,7 +246,6 @@ def test_the_job_is_for_files_and_models_of_the_cluster_and_its_lines_are_printe
         "find_cluster": lambda address: ClusterHandle(URL, URL, "token", {}),
         "submit": submit,
         "JobHandle": lambda cluster, submission_id: job,
-        "interrupt_on_termination": lambda: None,
         "POLL_S": 0.0,
     }.items():
         monkeypatch.setattr(command, name, stand_in)

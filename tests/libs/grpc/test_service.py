@@ -541,7 +541,7 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
         def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
             return super().check_outputs(looked_at.append(name) or name for name in names)
 
-    monkeypatch.setattr("shoal.libs.grpc.codec.RequestSchema", Counted)
+    monkeypatch.setattr("shoal.serve.http.codec.RequestSchema", Counted)
     request = typed(shape=[1, 3], raw_input_contents=[bytes(12)])
     for _ in range(1000):
         request.outputs.add(name="x")

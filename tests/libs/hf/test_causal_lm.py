@@ -21,6 +21,7 @@ from shoal.libs.hf.tasks import CausalLM
 from shoal.parallel.deferred.build import build_deferred
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
+from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.task import make_task
 
 TEXTS = [{"text": "the cat sat on the mat"}, {"text": "a dog"}, {"text": "birds sing in the morning"}, {"text": "no"}]
@@ -125,6 +126,7 @@ def test_a_base_is_read_when_the_network_gets_its_memory(converted: bool, folder
 def test_fewer_samples_than_a_batch_are_one_batch(folder: Path, data: str) -> None:
     words = [f"model={folder}", f"data={data}"]
     assert make_spec(translate(words)).batch_size == len(TEXTS)
+    assert spec_from_overrides(["task=finetune", *words]) == make_spec(translate(words))
     assert make_spec(translate([*words, "validation=0.25"])).batch_size == len(TEXTS) - 1
     assert make_spec(translate([*words, "batch_size=2"])).batch_size == 2
     task = CausalLM(model=str(folder), data=data)

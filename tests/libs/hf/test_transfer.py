@@ -1,5 +1,8 @@
 """Folders of Hugging Face, and GGUF files, as versions of the registry and back: the same logits, bit for bit."""
 
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from tokenizers import pre_tokenizers
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.libs.hf.source import find_folder, load_tokenizer, make_model_name
+from shoal.libs.hf.source import find_folder, load_tokenizer, make_model_name, open_draft
 from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import pull, push
 from shoal.registry import Registry
@@ -37,6 +40,17 @@ def answer(ref: str) -> np.ndarray:
 def compute(model: torch.nn.Module) -> np.ndarray:
     with torch.no_grad():
         return model.eval()(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
+
+
+def test_drafts_of_processes_that_were_killed_are_gone_with_the_next_pull(shoal_home: Path) -> None:
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    others = [shoal_home / "hf" / f".{socket.gethostname()}-{pid}-x" for pid in (dead.pid, os.getpid())]
+    for each in others:
+        each.mkdir(parents=True)
+    with open_draft() as draft:
+        assert [each.exists() for each in (*others, draft)] == [False, True, True]
+    assert not draft.exists()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -141,8 +141,12 @@ def test_a_plain_line_is_printed_when_it_has_news(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run_view.time, "monotonic", lambda: now[0])
     lines = run_view.LineThrottle()
     assert lines.format_if_due(VIEW) == VIEW.format_plain_line()
-    now[0] += 60.0
-    assert lines.format_if_due(dataclasses.replace(VIEW, elapsed_s=133.0)) is None  # only time has passed
+    later = dataclasses.replace(VIEW, elapsed_s=133.0)
+    now[0] += 6.0
+    assert lines.format_if_due(later) is None  # only time has passed
+    now[0] += 6.0
+    assert lines.format_if_due(later) == later.format_plain_line()  # but much of it
+    now[0] += 6.0
     metrics = {**VIEW.metrics, "train/step": 1100.0}
     assert "step 1,100" in str(lines.format_if_due(dataclasses.replace(VIEW, metrics=metrics)))
     metrics["train/step"], now[0] = 1150.0, now[0] + 1.9

@@ -421,7 +421,8 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     grown = make_columns(80)
     grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
     write_csv(Path(customers), grown)
-    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]), say=said_again.append)
+    again = ["task=table", f"data={customers}", f"resume={first.run_id}", "stop.steps=4"]  # as the run says it
+    fit_locally(spec_from_overrides(again), say=said_again.append)
     assert "left out" not in "".join(said_again)
     after = Registry().get("customers@2").manifest
     assert after.model.kwargs["args"] == args

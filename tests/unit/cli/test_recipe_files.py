@@ -74,7 +74,7 @@ def test_a_recipe_speaks_before_the_words() -> None:
 def test_a_recipe_that_gives_something_else_is_refused() -> None:
     Path("jobs").mkdir()
     Path("jobs/wrong.py").write_text("def spec():\n    return {}\n")
-    with pytest.raises(ConfigError, match=r"wrong.py's spec\(\) gave a dict"):
+    with pytest.raises(ConfigError, match=r"wrong': its file's spec\(\) gave a dict"):
         load_recipe("wrong")
 
 

@@ -21,7 +21,8 @@ from click.testing import CliRunner
 
 from shoal import runs
 from shoal.cli.commands import cluster as verbs
-from shoal.cli.support.jobs import ignore_further_interrupts, interrupt_on_termination
+from shoal.cli.support.groups import interrupt_on_termination
+from shoal.cli.support.jobs import ignore_further_interrupts
 from shoal.client.discovery import find_endpoint
 from shoal.cluster import attach, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle

@@ -263,7 +263,7 @@ def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "kind", "spec", "title"),
+    ("job", "kind", "spec", "name"),
     [
         ("train", runs.RunKind.TRAINING, "args: {}\ntask: my_task.py:MyTask\n", "MyTask"),
         ("train", runs.RunKind.TRAINING, "task: jobs/lenet.py\n", "lenet"),
@@ -277,13 +277,18 @@ def test_of_a_group_those_are_told_who_are_there(run: RunRecorder) -> None:
         ("sweep", runs.RunKind.SWEEP, "loop:\n  recipe: pong\ntrain:\n  task: ''\n", "sweep pong"),
         ("tides", runs.RunKind.TRAINING, "task: jobs/tides.py\n", "tides"),
         ("stream", runs.RunKind.STREAM, "task: x\n", "stream"),
+        ("train", runs.RunKind.TRAINING, "args:\n  data: in/orders.csv\nname: '{data}'\ntask: table\n", "orders"),
+        ("train", runs.RunKind.TRAINING, "optimizer:\n  name: adamw\ntask: lenet\n", "lenet"),
+        ("sweep", runs.RunKind.SWEEP, "train:\n  args: {}\n  name: orders\n  task: table\n", "sweep orders"),
+        ("serve", runs.RunKind.SERVING, "endpoint:\n  port: 1\n  name: shop\nmodels: [a]\n", "serve shop"),
         ("cartpole", None, "[: no yaml", "cartpole"),
     ],
 )
-def test_a_run_is_called_by_what_it_trains(job: str, kind: runs.RunKind | None, spec: str, title: str) -> None:
+def test_a_run_is_called_by_its_name_or_by_what_it_trains(
+    job: str, kind: runs.RunKind | None, spec: str, name: str
+) -> None:
     runs.create(job, spec, "one", kind=kind).close()
-    assert runs.load("one").title == title
-    assert runs.load("one").to_dict()["title"] == title
+    assert runs.load("one").to_dict()["name"] == name
 
 
 def test_another_connection_does_not_release_the_locks_of_a_process(shoal_home: Path) -> None:

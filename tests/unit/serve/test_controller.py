@@ -326,6 +326,9 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
     assert rate() == 5.0
     cluster.controller.leave(first)
     assert rate() == 2.5
+    book.sample()
+    (model,) = book.describe_endpoint()["models"]
+    assert (model["requests"], model["errors"]) == (3020, 0)  # those of the first, too
 
 
 def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import click
 from rich.text import Text
 
-from shoal.cli.support.jobs import interrupt_on_termination
 from shoal.cli.support.options import FiniteRange, NotNegative, Positive, Seconds
 from shoal.cli.support.verbs import verb
 from shoal.client.discovery import INFERENCE_KIND, list_endpoints
@@ -41,12 +40,13 @@ _COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
 
 
 @verb(
+    work="starting Ray",
     epilog="""\b
 examples:
   shoal up
   shoal up --cpus 8
   eval "$(shoal up --shell)"
-  shoal up && shoal run actor_learner --actors 4 && shoal down"""
+  shoal up && shoal run actor_learner --actors 4 && shoal down""",
 )
 def up(
     *,
@@ -60,7 +60,6 @@ def up(
     It listens on this machine only, asks for a token, and stays until `shoal down`, even if the terminal is closed.
     `shoal` finds it. For `ray job submit` and other programs of Ray it prints the variables to set.
     """
-    interrupt_on_termination()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
     with lock_cluster_state():
         running = find_running_cluster()
@@ -94,10 +93,11 @@ def _format_exports(cluster: ClusterHandle) -> str:
 
 
 @verb(
+    work="ending the jobs and Ray",
     epilog="""\b
 examples:
   shoal down
-  shoal down --now"""
+  shoal down --now""",
 )
 def down(
     *,
@@ -162,6 +162,7 @@ def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
             {
                 "id": run.id,
                 "job": run.job,
+                "name": run.name,
                 "title": run.title,
                 "waiting": describe_wait(run.last_events(since_resumed=True)),
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
@@ -208,7 +209,7 @@ def _show_status(cluster: ClusterHandle | None) -> Iterator[str | Text]:
         if each.is_detached:
             yield f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached"
     for run in running:
-        yield f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}"
+        yield f"  {run.id}  {run.name}, on for {format_duration(run.duration_s)}"
         is_queued = run.read_queue_entry() is not None
         if waiting := describe_wait(run.last_events(since_resumed=True)):
             yield "    waiting in the queue" if is_queued else f"    {waiting}"

@@ -176,7 +176,7 @@ def diff(before: VersionName, after: VersionName) -> Iterator[str]:
             yield click.style(line, fg={"+": "green", "-": "red"}.get(line[0]))
 
 
-@models.verb()
+@models.verb(work="registering the file")
 def add(
     file: Path,
     *,
@@ -225,7 +225,7 @@ def add(
     yield f"Serve it: shoal serve deploy {version.name}@{alias}{unbatched}"
 
 
-@models.verb()
+@models.verb(work="writing the checkpoint")
 def export(
     model: VersionName,
     *,

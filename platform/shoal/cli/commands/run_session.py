@@ -24,13 +24,13 @@ from shoal.cli.commands.runs import format_resume_command, is_resumable, list_vi
 from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.groups import interrupt_on_termination
 from shoal.cli.support.jobs import (
     JobLogReader,
     describe_failure,
     find_job,
     follow_lines,
     ignore_further_interrupts,
-    interrupt_on_termination,
     job_environment,
     split_secret_overrides,
     validate_overrides,
@@ -51,6 +51,7 @@ from shoal.runs.event_messages import REGISTERED
 from shoal.runs.formatting import format_duration, format_metric, format_number
 from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
+from shoal.runs.waits import WaitReporter
 
 ACTORS_END_S = 10.0
 REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
@@ -138,9 +139,11 @@ class RunSession:
         self._job: ray_jobs.JobHandle | None = None
         self._line_throttle = run_view.LineThrottle()
         self._job_log: JobLogReader | None = None
+        self._reporter = WaitReporter(f"waiting for the job {path.stem}")  # until there is a view of its run
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
+        stack.enter_context(self._reporter)
         environment = {ACTORS_INFERENCE: self._typed.inference} if self._num_actors else {}
         added = self._typed.environment
         env = job_environment(self.run_id, self._typed.to_command_line())
@@ -226,6 +229,7 @@ class RunSession:
             assert self._job_log is not None
             for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
                 self._console.print(masked := self._typed.environment.mask(line))  # not every job records metrics
+                self._reporter.note_line()
                 self._printed_lines.append(masked)  # the record may say it again
             if outcome is None and self._actors is not None and self._actors.are_all_dead:
                 lost = "no actor is left, and none has sent anything"
@@ -261,6 +265,8 @@ class RunSession:
             )
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
+        if self._view is not None:
+            self._reporter.wait_for("")
 
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""

@@ -92,7 +92,7 @@ def _show(shown: Run | list[Run] | None) -> object:
     is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in shown)
     columns = [
         Column("run", no_wrap=is_short, overflow="fold"),
-        Column("job", overflow="fold"),
+        Column("name", overflow="fold"),
         Column("status", no_wrap=True),
         *map(make_number_column, ("age", "duration")),
         Column("best", overflow="fold"),
@@ -110,7 +110,7 @@ def _make_cells(run: Run) -> list[str | Text]:
     status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
     if run.read_queue_entry() is not None:
         status = Text(WAITING, style="yellow")
-    return [run.id, run.title, status, age, duration, judged]
+    return [run.id, run.name, status, age, duration, judged]
 
 
 def _show_run(run: Run) -> Iterator[object]:
@@ -120,7 +120,7 @@ def _show_run(run: Run) -> Iterator[object]:
     colour = _COLOURS.get(run.status) if entry is None else "yellow"
     facts = [
         ("run", run.id),
-        ("job", run.title),
+        ("name", run.name),
         ("status", click.style(status, fg=colour)),
         ("error", run.error and click.style(run.error, fg="red")),
         ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),

@@ -6,7 +6,6 @@ Parse, call, print. Endpoints are found in the run record and called over HTTP w
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -28,6 +27,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.config import parse_overrides
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.registry import split_ref
+from shoal.runs.waits import WaitReporter
 from shoal.serve.spec.model_options import ModelOptions
 
 CALL_OPTIONS: dict[str, Any] = {"timeout_s": 5.0, "num_retries": 2}
@@ -162,7 +162,7 @@ def logs(
 
 def _watch(url: str, now: EndpointStatus, ask: Callable[[], EndpointStatus], interval_s: float) -> None:
     """Show it until Ctrl-C, waiting for an unavailable endpoint."""
-    console, trouble = make_literal_console(soft_wrap=not sys.stdout.isatty()), ""
+    console, trouble = make_literal_console(soft_wrap=False), ""
     try:
         if not console.is_terminal:
             while True:
@@ -195,7 +195,7 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 def _roll_out(action: str, model: str, endpoint: str | None, **options: Any) -> str:
     """Change which versions of a model answer; the endpoint resolves an alias, or the word for none at all."""
     name, word = split_ref(model)
-    with find_endpoint(endpoint, name).connect(**CALL_OPTIONS) as client:
+    with WaitReporter(f"{action} of {name}"), find_endpoint(endpoint, name).connect(**CALL_OPTIONS) as client:
         return _format_model(client.rollout(action, name, version=word or None, **options))
 
 

@@ -20,7 +20,7 @@ import click
 import shoal.runs
 from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command, suggest_text_commands
 from shoal.cli.display.serve_display import describe_following, format_shares
-from shoal.cli.support.jobs import describe_failure, end_on_interrupt, interrupt_on_termination, job_environment
+from shoal.cli.support.jobs import describe_failure, end_on_interrupt, job_environment
 from shoal.cli.support.options import Seconds, Texts, ca_option
 from shoal.cli.support.verbs import verb
 from shoal.client.discovery import (
@@ -62,7 +62,7 @@ MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 ClusterAddress = Annotated[str | None, "The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]"]
 
 
-@verb()
+@verb(work="starting the endpoint")
 def deploy(
     arguments: Annotated[Texts, "NAME[@VERSION]|FILE.yaml... [A.B=C]..."] = (),
     *,
@@ -105,7 +105,7 @@ def deploy(
     fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas, "endpoint.allow_origins": origins}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
-    spec = spec_from_overrides(fields).override(fields)
+    spec = spec_from_overrides(fields)
     _warn(spec.endpoint.drain_warning)
     cluster = find_cluster(address)
     others = []
@@ -127,7 +127,6 @@ def deploy(
         env = job_environment(run_id, command)
     shown, secrets = split_secrets(fields)
     metadata = {ENDPOINT: spec.name, LIFETIME: spec.endpoint.lifetime}
-    interrupt_on_termination()
     with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
         words = [python, "-m", MODULE, *shown]
         job = submit(cluster, words, env=env | secrets, working_dir=folder, submission_id=run_id, metadata=metadata)
@@ -210,7 +209,7 @@ def _warn(*warnings: str) -> None:
         click.secho(f"warning: {each}", fg="yellow", err=True)
 
 
-@verb()
+@verb(work="waiting for pending requests")
 @ca_option
 def delete(
     endpoint: Annotated[str | None, "[NAME]"] = None,

@@ -22,6 +22,7 @@ from shoal.cli.display.panels import RunView
 from shoal.errors import ConfigError
 from shoal.plugins.library import find_libraries
 from shoal.runs import Run, RunKind, Status
+from shoal.runs.waits import INTERVAL_S
 
 REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
@@ -77,7 +78,8 @@ LOST_GRACE_S = 2.0  # after a suspend the heartbeat is briefly too old
 
 
 class LineThrottle:
-    """Returns the line of a view when its phase changes, and what else it tells, every PLAIN_INTERVAL_S at most."""
+    """Returns the line of a view when its phase changes, and what else it tells, every PLAIN_INTERVAL_S at most; any,
+    every INTERVAL_S."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -85,12 +87,12 @@ class LineThrottle:
         self._news = ""
 
     def format_if_due(self, view: RunView) -> str | None:
-        """None where the line would tell nothing but how much time has passed."""
-        is_soon = time.monotonic() - self._printed_at_s < PLAIN_INTERVAL_S
-        if view.phase == self._phase and (is_soon or not view.metrics):
-            return None
+        """None where the line would tell nothing but that a moment has passed."""
+        silent_s = time.monotonic() - self._printed_at_s
         news = replace(view, elapsed_s=0.0).format_plain_line()
-        if news == self._news:
+        is_soon = silent_s < PLAIN_INTERVAL_S
+        is_known = news == self._news or (view.phase == self._phase and is_soon)
+        if is_known and silent_s < INTERVAL_S:
             return None
         self._phase = view.phase
         self._printed_at_s = time.monotonic()

@@ -86,6 +86,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {facts}")
             if drift := _format_drift(version):
                 lines.append(f"{model.name}@{version.version}: gaps, and what training has not seen: {drift}")
+        if model.requests:
+            lines.append(f"{model.name}: {_format_totals(model)}")
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if model.metrics:
@@ -173,7 +175,8 @@ def _sort_key(version: VersionStatus) -> tuple[int, int]:
 
 def _render_model(model: ModelStatus) -> RenderableType:
     """The facts that the versions of a model share."""
-    facts = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
+    facts = [_format_totals(model)] if model.requests else []
+    facts += [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
     facts += [f"batches of {_format_batch(model)}"] if model.batch_rows is not None else []
     if model.latency:
         (first, first_s), (last, last_s) = model.latency[0], model.latency[-1]
@@ -191,6 +194,11 @@ def _render_model(model: ModelStatus) -> RenderableType:
     for problem in filter(None, problems):
         text.append(f"\n{model.name}  {problem}", "yellow")
     return text
+
+
+def _format_totals(model: ModelStatus) -> str:
+    """What it has answered: `1,200 requests, 3 errors, 4,800 rows since the deployment`."""
+    return f"{model.requests:,} requests, {model.errors:,} errors, {model.rows:,} rows since the deployment"
 
 
 def _format_residency(residency: ResidencyStatus) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tempfile
 import time
@@ -26,10 +27,18 @@ from rich.text import Text
 from shoal.errors import ConfigError
 from shoal.home import home
 
+UNFOLDED = 10_000  # the width of a table that is not folded
+
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
-    """Interprets no string, nor a table's heading, as markup or emoji. `soft_wrap`: do not wrap long lines."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    """Interprets no string, nor a table's heading, as markup or emoji. `soft_wrap`: do not wrap long lines.
+
+    Where no terminal ends a line, and $COLUMNS does not either, tables are as wide as their cells.
+    """
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = UNFOLDED
+    return console
 
 
 def make_table(*columns: Column | str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:

@@ -180,13 +180,6 @@ def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:
     return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_LINES:]])
 
 
-def interrupt_on_termination() -> None:
-    """Let SIGTERM, and except under `nohup` a closed terminal, end this program like Ctrl-C."""
-    signal.signal(signal.SIGTERM, _raise_interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _raise_interrupt)
-
-
 def ignore_further_interrupts() -> None:
     """Ignore signals during the cleanup, which takes seconds."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -206,9 +199,3 @@ def end_on_interrupt(end: Callable[[], object]) -> Iterator[None]:
     except (ClusterError, ConnectionLost):
         end()
         raise
-
-
-def _raise_interrupt(signum: int, frame: object) -> None:
-    if signum == signal.SIGHUP:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # both the shell and the kernel send it
-    raise KeyboardInterrupt

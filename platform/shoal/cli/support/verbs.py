@@ -28,7 +28,7 @@ import click
 from rich.text import Text
 
 from shoal.cli.support.console import Printed, make_literal_console, print_json
-from shoal.cli.support.groups import SuggestingGroup
+from shoal.cli.support.groups import SuggestingGroup, interrupt_on_termination
 from shoal.errors import RunError, suggest
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import find_libraries
@@ -43,6 +43,7 @@ def verb(
     *,
     show: Function | None = None,
     to_json: Function | None = None,
+    work: str = "",
     cls: type[click.Command] = click.Command,
     **settings: Any,
 ) -> Callable[[Function], click.Command]:
@@ -50,6 +51,8 @@ def verb(
 
     show:    makes of the result what is printed; the verb then has `--json`. Without it the result is printed
     to_json: makes of the result what `--json` prints; without it that is the result
+    work:    what it does, which is said on stderr now and then while it lasts (`shoal.runs.waits`); SIGTERM ends it as
+             Ctrl-C does
     """
 
     def make(function: Function) -> click.Command:
@@ -64,14 +67,19 @@ def verb(
         @functools.wraps(function)
         def call(**given: Any) -> None:
             as_json = given["as_json"] if asks_json else given.pop("as_json", False)
-            result = function(**given)
-            if as_json and show is not None:
-                print_json(result if to_json is None else to_json(result))
-            else:
-                print_result(result if show is None else show(result))
-            if isinstance(result, Printed):
-                paths = [f"  {path}" for path in result.write()]
-                print_result([] if as_json else paths)
+            from shoal.runs.waits import WaitReporter  # here: `--help` needs no runs
+
+            if work:
+                interrupt_on_termination()
+            with WaitReporter(work):
+                result = function(**given)
+                if as_json and show is not None:
+                    print_json(result if to_json is None else to_json(result))
+                else:
+                    print_result(result if show is None else show(result))
+                if isinstance(result, Printed):
+                    paths = [f"  {path}" for path in result.write()]
+                    print_result([] if as_json else paths)
 
         return click.command(name, cls=cls, params=parameters, **settings)(call)
 

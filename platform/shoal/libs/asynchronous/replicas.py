@@ -41,7 +41,6 @@ from shoal.extend.sync import (
 from shoal.extend.train import (
     EventLog,
     LogMethod,
-    MessageLog,
     NullLog,
     Trainer,
     TrainResult,
@@ -170,7 +169,7 @@ class _Inbox:
         self.departed.add(request.worker)
 
 
-class _ForwardedLog(MessageLog):
+class _ForwardedLog(EventLog):
     """The chief's event log: written by the process that started it, before a call returns."""
 
     def __init__(self, caller: RpcClient) -> None:

@@ -25,7 +25,6 @@ from shoal.extend.cli import (
     describe_failure,
     follow_output,
     ignore_further_interrupts,
-    interrupt_on_termination,
     job_environment,
     make_literal_console,
     verb,
@@ -47,7 +46,7 @@ POLL_S = 0.2
 MODULE = "shoal.libs.batch_predict.flow"
 
 
-@verb("batch-predict")
+@verb("batch-predict", work="predicting")
 def batch_predict(
     model: ModelName,
     source: Annotated[str, "INPUT"],
@@ -104,7 +103,6 @@ def batch_predict(
     spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
     if cluster is None or cluster.is_local:
         check(spec)  # before a cluster is started
-    interrupt_on_termination()
     console = make_literal_console()
     with ExitStack() as stack:
         try:

@@ -34,7 +34,7 @@ MAX_REQUESTS = 20_000_000  # half a minute of simulation, and a gigabyte
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 
 
-@verb("simulate", **PRINTED)
+@verb("simulate", **PRINTED, work="simulating")
 @ca_option
 def simulate_verb(
     model: Annotated[str | None, "[NAME]"] = None,

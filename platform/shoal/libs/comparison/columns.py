@@ -263,7 +263,7 @@ def build_panels(columns: Sequence[Column], by: Axis = "time") -> list[Panel]:
         for column in columns:
             if (curve := column.curves.get(metric)) is not None:
                 order = np.argsort(curve.x, kind="stable")
-                name = truncate_middle(f"{column.run.id} {column.run.title}", MAX_NAME_CHARS)
+                name = truncate_middle(f"{column.run.name} {column.run.id}", MAX_NAME_CHARS)
                 lines.append(Line(name, curve.x[order].tolist(), curve.y[order].tolist()))
         panels.append(Panel(title=metric or "no run has logged what it could be judged by", x=AXES[by], lines=lines))
     return panels

@@ -50,7 +50,7 @@ _SPECS = {RunKind.TRAINING: "shoal.extend.train:TrainSpec", RunKind.LOOP: "shoal
 _IGNORED = ("resume",)
 
 
-@verb(**PRINTED)
+@verb(**PRINTED, work="reading the runs")
 def compare(
     runs: Annotated[Texts, "RUN|NAME@VERSION..."],
     *,
@@ -220,6 +220,7 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
     facts: dict[str, object] = {
         "id": run.id,
         "job": run.job,
+        "name": run.name,
         "title": run.title,
         "status": run.status.value,
         "plan": column.plan,
@@ -234,7 +235,7 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
 
 def _build_settings(columns: Sequence[Column], settings: Mapping[str, Sequence[str]]) -> Table:
     rows = [
-        ["job", *(column.run.title for column in columns)],
+        ["name", *(column.run.name for column in columns)],
         ["status", *(_describe_status(column.run) for column in columns)],
     ]
     rows = [row for row in rows if len({*row[1:]}) > 1]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
 
-@verb(**PRINTED)
+@verb(**PRINTED, work="predicting the cost")
 def inspect(what: Annotated[TaskName, "TASK|RUN"], overrides: Overrides = ()) -> Printed:
     """Predict what a TASK costs: parameters, FLOPs, memory, bytes sent, time; and show what each rank stores.
 

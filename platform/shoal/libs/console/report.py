@@ -167,7 +167,7 @@ def _make_line(curve: MetricHistory, label: str) -> Line:
     return Line(label, columns["steps"], columns["values"])
 
 
-@verb()
+@verb(work="writing the report")
 def report(
     runs: Annotated[Texts, "[RUN]..."] = (),
     *,

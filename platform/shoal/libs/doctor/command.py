@@ -83,19 +83,18 @@ def find_installed_extra(requirements: Sequence[str], installed: Callable[[str],
 
 def check_packages(
     requirements: Sequence[str], installed: Callable[[str], str | None], extra: str = "cluster"
-) -> Iterator[Finding]:
-    """The installed packages against those that the extra needs; a version outside of its range is a failure."""
-    num_fitting, remedy = 0, format_install(extra)
-    for requirement in _required(list(map(Requirement, requirements)), extra):
-        installed_version = installed(requirement.name)
-        if installed_version is None:
-            yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", remedy)
-        elif not requirement.specifier.contains(installed_version, prereleases=True):
-            detail = f"{requirement.name} {installed_version} is installed, {requirement.specifier} is needed"
-            yield Finding("packages", Level.FAIL, detail, remedy)
-        else:
-            num_fitting += 1
-    yield Finding("packages", Level.OK, f"{num_fitting} fit what the extra {extra!r} needs")
+) -> Finding:
+    """The installed packages against those that the extra needs, and their versions against its ranges."""
+    needed, problems = list(_required(list(map(Requirement, requirements)), extra)), []
+    for requirement in needed:
+        found = installed(requirement.name)
+        if found is None:
+            problems.append(f"{requirement.name} is not installed")
+        elif not requirement.specifier.contains(found, prereleases=True):
+            problems.append(f"{requirement.name} {found} is installed, {requirement.specifier} is needed")
+    if problems:
+        return Finding("packages", Level.FAIL, "; ".join(dict.fromkeys(problems)), format_install(extra))
+    return Finding("packages", Level.OK, f"{len(needed)} fit what the extra {extra!r} needs")
 
 
 def _required(requirements: Sequence[Requirement], extra: str) -> Iterator[Requirement]:
@@ -251,7 +250,7 @@ def check_shadowing(folders: Sequence[Path]) -> Finding:
 
 
 def run_checks() -> Iterator[Finding]:
-    """Every finding about this machine, the slow ones last."""
+    """Every finding about this machine, the slow ones last; where packages are missing, that alone."""
     import resource
 
     root = Path(__file__).parents[4]  # of a checkout; of a plain install, possibly the standard library's folder
@@ -259,7 +258,9 @@ def run_checks() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
     extra = find_installed_extra(requires("shoal") or [], _find_installed_version)
-    yield from check_packages(requires("shoal") or [], _find_installed_version, extra)
+    yield (packages := check_packages(requires("shoal") or [], _find_installed_version, extra))
+    if packages.level is Level.FAIL:
+        return  # without them other checks would fail for no other reason
     yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(count_usable_cores())
     yield check_memory(memory.total, read_memory_limit(), memory.available)

@@ -10,7 +10,7 @@ from shoal.extend.cli import Texts, verb
 from shoal.libs.export.export_model import ExportSpec, export_model
 
 
-@verb()
+@verb(work="exporting")
 def export(
     model: Annotated[str, "NAME[@VERSION]|RUN"],
     overrides: Annotated[Texts, "[A=B]..."] = (),

@@ -114,7 +114,7 @@ def summarize(played: list[Played]) -> dict[Any, tuple[float, float]]:
 MAX_LINES = 20
 
 
-@verb()
+@verb(work="playing")
 def play(
     model: Annotated[str, "MODEL[@VERSION]"],
     *,

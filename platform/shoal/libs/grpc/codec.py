@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,9 @@ from google.protobuf.message import DecodeError
 from msgspec.structs import replace
 
 from shoal.errors import InferenceError
-from shoal.extend.serve import REFUSED_PARAMETERS, RequestSchema, format_tensor_type, from_binary, to_binary
+from shoal.extend.serve import REFUSED_PARAMETERS, ModelCodec, format_tensor_type, from_binary, to_binary
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.messages.infer_call import Arrays, InferCall
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
@@ -68,23 +67,16 @@ class GrpcInferCall(InferCall, gc=False):
     raw_sizes: tuple[int, ...] = ()
 
 
-class GrpcCodec:
-    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
-    `RequestSchema`."""
+class GrpcCodec(ModelCodec):
+    """Requests and answers as messages."""
 
-    def __init__(
-        self,
-        model: str,
-        inputs: Sequence[TensorMetadata],
-        outputs: Sequence[TensorMetadata],
-        max_rows: int,
-        batch_dim: Mapping[str, int | None] | None = None,
-    ) -> None:
-        self._model = model
-        self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
-        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
-        self._datatypes = {spec.name: spec.datatype for spec in outputs}
-        self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
+    @cached_property
+    def _datatypes(self) -> dict[str, str]:
+        return {spec.name: spec.datatype for spec in self._outputs}
+
+    @cached_property
+    def _heads(self) -> dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes]:
+        return {}
 
     def decode(self, request: pb.ModelInferRequest) -> GrpcInferCall:
         """Decode a request; raw arrays are views of the request's bytes. Raises InferenceError (400, 422)."""
@@ -159,7 +151,7 @@ class GrpcCodec:
 
     def _build_head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
         """Build an answer without its elements and its id."""
-        answer = pb.ModelInferResponse(model_name=self._model, model_version=str(version))
+        answer = pb.ModelInferResponse(model_name=self._model_name, model_version=str(version))
         for name, datatype, array in arrays:
             answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
         return answer

@@ -18,7 +18,7 @@ from shoal.libs.hf.transfer import pull as register_folder
 from shoal.libs.hf.transfer import push as write_version
 
 
-@verb()
+@verb(work="writing the folder")
 def push(
     model: VersionName,
     folder: Annotated[Path, click.Path(path_type=Path, file_okay=False)],
@@ -41,7 +41,7 @@ def push(
     return f"{version.ref} is in {write_version(version, folder, hub, adapter=adapter)} now."
 
 
-@verb()
+@verb(work="registering the folder")
 def pull(
     folder: str,
     *,

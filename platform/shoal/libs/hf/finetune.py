@@ -1,4 +1,7 @@
-"""`shoal run finetune`: overrides of a fine-tuning, and the spec that they change. Called by `jobs/finetune.py`."""
+"""`shoal run finetune`, and `task=finetune` of any training: overrides of a fine-tuning, and the spec that they change.
+
+Called by `jobs/finetune.py`.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,11 @@ def translate(overrides: Iterable[str]) -> list[str]:
             each = f"{name}={make_absolute(value)}" if name in _PATHS else each
             translated.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
     return _take_adapters(translated)
+
+
+def choose_spec(overrides: Iterable[str]) -> TrainSpec:
+    """Of the words beside `task=finetune`. Raises ConfigError."""
+    return make_spec(translate(overrides))
 
 
 def make_spec(overrides: list[str]) -> TrainSpec:

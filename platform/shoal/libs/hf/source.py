@@ -10,12 +10,16 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from shoal.atomic_file import hash_file, make_folder, sync_folder
 from shoal.errors import ConfigError, needs_extra
@@ -164,23 +168,33 @@ def hash_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def open_draft() -> Iterator[Path]:
+    """A folder in `$SHOAL_HOME/hf` that goes with its block; those of processes that were killed go at its begin."""
+    folder, prefix = home() / "hf", f".{socket.gethostname()}-"
+    make_folder(folder)
+    for other in folder.glob(f"{prefix}*"):
+        if not psutil.pid_exists(int(other.name.removeprefix(prefix).partition("-")[0])):
+            shutil.rmtree(other, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder) as draft:
+        yield Path(draft)
+
+
 def make_cached_folder(key: str, write: Callable[[Path], None]) -> Path:
     """The folder of this key in `$SHOAL_HOME/hf`, written once: it appears complete or not at all."""
     folder = home() / "hf" / key
     if folder.is_dir():
         return folder
-    make_folder(folder.parent)
-    draft = folder.with_name(f".{key}.{secrets.token_hex(4)}.draft")
-    make_folder(draft)
-    try:
+    with open_draft() as parent:
+        draft = parent / key
+        make_folder(draft)
         write(draft)
         sync_folder(draft)
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process has written it meanwhile
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has written it meanwhile
+                raise
     return folder
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +29,6 @@ from shoal.extend.train import (
     make_task,
     read_state_dict,
 )
-from shoal.home import home
 from shoal.libs.hf.adapters import TASK_TYPES, is_adapter_folder, read_adapter_config, write_adapters
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
@@ -41,6 +39,7 @@ from shoal.libs.hf.source import (
     make_cached_folder,
     make_config,
     make_model_name,
+    open_draft,
     read_config,
 )
 from shoal.weights.tensor_files import TensorTypes, make_weight_file, write_tensors
@@ -145,15 +144,14 @@ def _register(
     signature = task.signature()
     assert travelling is not None
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
-    make_folder(home() / "hf")
-    with tempfile.TemporaryDirectory(prefix=".registered.", dir=home() / "hf") as draft:
+    with open_draft() as draft:
         network, types, tensors = _open_weights(task, init)
         if signature is None:
             size = task.config.get("image_size", 224)
             height, width = size if isinstance(size, list | tuple) else (size, size)
             example = torch.zeros(2, task.config.get("num_channels", 3), height, width)
             signature = infer_signature(task, network, (example, None))
-        file = make_weight_file(1, write_tensors(Path(draft) / SINGLE, types, tensors))
+        file = make_weight_file(1, write_tensors(draft / SINGLE, types, tensors))
         for own in filter(registry.has, (name.removesuffix("-base"), name) if reuses else ()):
             for each in registry.list(own):
                 if each.manifest.sha256 == file.sha256:

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import click
-from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
@@ -39,7 +38,6 @@ from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
 
 NONE = "none"
-FILE_WIDTH = 140
 _COSTS = {
     "latency": ("milliseconds for one sample", 1e3),
     "batch": ("milliseconds for a batch of {batch}", 1e3),
@@ -48,7 +46,7 @@ _COSTS = {
 }
 
 
-@verb(**PRINTED)
+@verb(**PRINTED, work="trying smaller models")
 def optimise(
     model: Annotated[str, "MODEL"],
     overrides: Overrides = (),
@@ -123,12 +121,7 @@ def _show(outcome: Outcome, request: OptimiseRequest) -> Iterator[object]:
     numbers = (outcome.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
     front = find_pareto_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(
-        make_table(*columns, rows=(_make_cells(outcome, each, each in front) for each in range(len(outcome.models))))
-    )
+    yield make_table(*columns, rows=(_make_cells(outcome, each, each in front) for each in range(len(outcome.models))))
     for title, problem in outcome.rejected:
         yield Text(f"not tried: {title}: {problem}", style="yellow")
     num_rows = outcome.verdicts[0].num_rows

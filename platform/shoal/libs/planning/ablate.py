@@ -33,7 +33,6 @@ from shoal.extend.cli import (
     Printed,
     TaskName,
     Texts,
-    make_literal_console,
     make_number_column,
     make_table,
     prepare_output_folder,
@@ -221,7 +220,7 @@ def _run_variant(
     return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
 
 
-@verb(**PRINTED)
+@verb(**PRINTED, work="training without the parts")
 def ablate(
     task: TaskName,
     overrides: Overrides = (),
@@ -269,8 +268,7 @@ def ablate(
 
 
 def _show(results: Sequence[VariantSummary], metric: str, seeds: int) -> Iterator[object]:
-    console = make_literal_console(soft_wrap=False)
-    console.print(_build_table(results, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    yield _build_table(results, metric, shows_spread=seeds > 1)
     for summary in results:
         for failure in summary.failures:
             yield Text(f"{summary.name} did not end: {failure}", style="red")

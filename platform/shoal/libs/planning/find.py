@@ -51,7 +51,7 @@ def find() -> None:
     """
 
 
-@find.verb(**PRINTED)
+@find.verb(**PRINTED, work="training at growing rates")
 def rate(
     task: TaskName,
     overrides: Overrides = (),
@@ -86,7 +86,7 @@ def rate(
     )
 
 
-@find.verb(**PRINTED)
+@find.verb(**PRINTED, work="training with growing batches")
 def batch(
     task: TaskName,
     overrides: Overrides = (),

@@ -10,10 +10,10 @@ import sys
 from contextlib import redirect_stdout
 
 import click
-from rich.console import Console
 
 from shoal.config import format_override
 from shoal.extend.cli import PRINTED, Overrides, Printed, TaskName, verb
+from shoal.extend.runs import WaitReporter
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
@@ -45,9 +45,8 @@ def plan(task: TaskName, overrides: Overrides = ()) -> Printed:
     require_open_choices([*own_overrides, *sync])
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", task), *own_overrides])
-        with Console(stderr=True).status("") as status:
-            report = lambda name: status.update(f"{name} ...")  # noqa: E731 - one line of a display
-            estimates = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
+        with WaitReporter("the plans") as reporter:
+            estimates = rank_plans(make_task(task, spec.args), spec, hardware, reporter.wait_for, sync)
     title = click.style(f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)", bold=True)
     lines = (title, describe_plans(estimates, spec), describe_choice(estimates, task, own_overrides))
     plans = [to_json(each, spec) for each in estimates]

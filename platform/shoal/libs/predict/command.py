@@ -50,7 +50,7 @@ _WHITE = "a white pixel was sent as 1; --white 255 if the model takes pixels of 
 MAX_AT_ONCE = 32  # the endpoint computes them together
 
 
-@verb()
+@verb(work="waiting for the answers")
 @ca_option
 def predict(
     model: ModelName,
@@ -181,7 +181,7 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
         ]
         print_json(rows)
         return
-    console = make_literal_console(soft_wrap=not sys.stdout.isatty())
+    console = make_literal_console(soft_wrap=False)
     limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
     columns = [Column("row", justify="right"), *(Column(name, overflow="fold") for name in names)]
     shown = range(min(limit, len(versions)))
@@ -282,5 +282,5 @@ def predict_texts(
         table = make_table(
             Column("row", justify="right"), Column("text", overflow="fold"), "finish", "tokens", rows=cells
         )
-        make_literal_console(soft_wrap=not sys.stdout.isatty()).print(table)
+        make_literal_console(soft_wrap=False).print(table)
     return {number for each in answers for number, _ in each.spans}, took_s

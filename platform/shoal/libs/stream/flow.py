@@ -24,7 +24,7 @@ from shoal.errors import RecordUnwritable, RegistryError
 from shoal.extend.cluster import end_programs, job_main, start_program
 from shoal.extend.flows import recorded_run
 from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.extend.runs import RunRecorder, format_number
+from shoal.extend.runs import RunRecorder, format_number, print_line
 from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.sensor_table import SilenceDetector
@@ -146,7 +146,7 @@ class _Monitor:
         self._spec = spec
         self._recorder = recorder
         self._record = RecordLog(recorder)
-        self._event_log = ConsoleLog(self._record, _print_line)
+        self._event_log = ConsoleLog(self._record, print_line)
         self._began_s = self._reported_s = time.monotonic()
         self._has_started, self._registered_s = False, -spec.register_every_s
         self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
@@ -160,7 +160,7 @@ class _Monitor:
         self._event_log.record_event(kind, **details)
         if kind == "recovered":
             ended = f"{details['relearnt']} batches of the log were learnt again"
-            _print_line(f"going on after batch {details['batch']:,}; {ended}")
+            print_line(f"going on after batch {details['batch']:,}; {ended}")
 
     def check(self, loop: StreamLoop) -> bool:
         """Whether the run is to end. Reports when it is time."""
@@ -171,7 +171,7 @@ class _Monitor:
             with suppress(RecordUnwritable):
                 self._recorder.forget_after(num_messages)
             self.report("stream", origin=origin, answers=spec.mqtt.answers, step=num_messages)
-            _print_line(f"run {self._recorder.id}: learns and answers {origin}")
+            print_line(f"run {self._recorder.id}: learns and answers {origin}")
         if time.monotonic() - self._reported_s >= REPORT_EVERY_S:
             self._log(loop)
         is_done = spec.max_messages is not None and num_messages >= spec.max_messages
@@ -198,7 +198,7 @@ class _Monitor:
         if self._spec.files:  # a replay is of the past: it has no lag
             metrics = {name: value for name, value in metrics.items() if not name.startswith("stream/lag")}
         self._record.log(totals.num_messages, metrics)
-        _print_line(format_stream_line(totals.num_messages, metrics))
+        print_line(format_stream_line(totals.num_messages, metrics))
         drifting, self._drifting = list(self._drifting), {}
         for kind, names in (("drift", drifting), ("sensors_silent", silent), ("sensors_back", back)):
             if names:
@@ -246,12 +246,8 @@ class _Monitor:
             seconds=seconds,
             metrics={"mae": totals.absolute_error / num_forecasts, "as_now": totals.naive_error / num_forecasts},
         )
-        _print_line(f"run {self._recorder.id}: {detail}, {seconds:.1f} s")
+        print_line(f"run {self._recorder.id}: {detail}, {seconds:.1f} s")
         self._register(loop.trainer.state_dict())
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:

@@ -231,7 +231,7 @@ def watch(follower: Follower, give_up: Callable[[], None], every_s: float = 1.0)
     return thread
 
 
-@verb()
+@verb(work="sending the values")
 def track(
     run: str = "latest",
     *,

@@ -139,7 +139,7 @@ class RunRecorder:
         self._write_lock = threading.RLock()  # guards the connection and _status; held for a transaction
         self._writer = Mirror(f"run-{run_id}", self._write, FLUSH_INTERVAL_S, FLUSH_INTERVAL_S, f"run {run_id}")
 
-    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True, at: float | None = None) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None, *, in_history: bool = True) -> None:
         """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
 
         at:         when they were measured, of values that a resumed run logs again; Unix time in seconds

@@ -7,7 +7,7 @@ rates are computed.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from shoal.serve.controller.canary_guard import Evidence, latency_ratio
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import ModelState
-from shoal.serve.messages.counts import Histogram, ModelCounts, merge
+from shoal.serve.messages.counts import Histogram, ModelCounts, VersionCounts, merge
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
@@ -63,6 +63,8 @@ class StatusReporter:
         self._facts = facts
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
+        # By model and replica, also of those that have ended.
+        self._totals: dict[str, dict[str, VersionCounts]] = defaultdict(dict)
         self.wanted = ""
 
     def sample(self) -> None:
@@ -70,7 +72,11 @@ class StatusReporter:
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
             heard = [report for report in self._controller.reports.values() if report.pid]
-            self._samples.append((now_s, {report.replica: _counts(report) for report in heard}))
+            counted = {report.replica: _counts(report) for report in heard}
+            self._samples.append((now_s, counted))
+            for replica, models in counted.items():
+                for name, counts in models.items():
+                    self._totals[name][replica] = counts.sum_requests()
 
     def describe_endpoint(self) -> dict[str, Any]:
         """The full document, an `EndpointStatus`."""
@@ -120,6 +126,7 @@ class StatusReporter:
             ModelStatus,
             rollout,
             options,
+            merge([VersionCounts(), *self._totals[name].values()]),
             name=name,
             state="READY" if rollout.stable else STATES.get(rollout.phase, "READY"),
             reason=(

@@ -8,7 +8,8 @@ InferenceErrors: 400 for an invalid request, 422 for a tensor that does not fit,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from urllib.parse import quote
 
 import msgspec
@@ -39,8 +40,8 @@ _decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
-class HttpCodec:
-    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
+class ModelCodec:
+    """What decodes requests to one model, and encodes its answers. For any thread. `max_rows`, `batch_dim`: see
     `RequestSchema`."""
 
     def __init__(
@@ -51,10 +52,24 @@ class HttpCodec:
         max_rows: int,
         batch_dim: Mapping[str, int | None] | None = None,
     ) -> None:
-        self._model_name, self._outputs = model_name, outputs
+        self._model_name = model_name
+        self._inputs = inputs
+        self._outputs = outputs
+        self._max_rows = 0 if batch_dim else max_rows  # of those in the first dimension
         self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
-        self._columns = frozenset(spec.name for spec in inputs if spec.kind)
-        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
+
+    @cached_property
+    def has_bytes_inputs(self) -> bool:
+        """Whether elements of a request are read one by one."""
+        return any(spec.datatype == "BYTES" for spec in self._inputs)
+
+
+class HttpCodec(ModelCodec):
+    """Requests and answers of tensors."""
+
+    @cached_property
+    def _columns(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self._inputs if spec.kind)
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferCall:
         """Decode a request. `header_length`: of the JSON object, when bytes of tensors follow it.
@@ -175,25 +190,14 @@ class RowsRequest(InferCall, gc=False):
     ignored: str = ""
 
 
-class RowCodec:
-    """Decodes rows to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
-    `RequestSchema`."""
+class RowCodec(ModelCodec):
+    """Requests and answers of rows."""
 
     has_bytes_inputs = True  # a body is read value by value
 
-    def __init__(
-        self,
-        model_name: str,
-        inputs: Sequence[TensorMetadata],
-        outputs: Sequence[TensorMetadata],
-        max_rows: int,
-        batch_dim: Mapping[str, int | None] | None = None,
-    ) -> None:
-        self._model_name = model_name
-        self._inputs = inputs
-        self._outputs = outputs
-        self._max_rows = 0 if batch_dim else max_rows
-        self._schema, self._fields = RequestSchema(inputs, outputs, max_rows), list_fields(inputs)
+    @cached_property
+    def _fields(self) -> Collection[str]:
+        return list_fields(self._inputs)
 
     def decode(self, body: bytes, header_length: int | None = None) -> RowsRequest:
         """Decode a request. Raises InferenceError (400, 413, 422)."""

@@ -259,6 +259,12 @@ class ModelCounts:
     older: VersionCounts = field(default_factory=VersionCounts)
     others: Mapping[str, LibraryMetric] = field(default_factory=dict)
 
+    def sum_requests(self) -> VersionCounts:
+        """The statuses and rows of what all versions were asked, and nothing else of them."""
+        versions = [self.older, *self.versions.values()]
+        statuses = merge([each.statuses for each in versions])
+        return VersionCounts(rows=sum(each.rows for each in versions), statuses=statuses)
+
     def sum_versions(self) -> VersionCounts:
         """Sum all versions of a model, also those no longer listed separately."""
         return merge([self.older, *self.versions.values()])

@@ -26,6 +26,7 @@ from shoal.runs import Run, RunRecorder
 from shoal.runs.formatting import format_metrics
 from shoal.runs.output_files import DRIVER, append_output
 from shoal.runs.record.event_log import EventLog, NullLog, RecordLog
+from shoal.runs.waits import WaitReporter
 from shoal.train.launch.training_run import TORCHRUN, TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
@@ -94,9 +95,11 @@ def fit_locally(
     spec = spec.model_copy(update={"workers": workers})
     if renews:
         unload_if_changed(spec.task)
-    checked = validate_run(spec)
-    spec = checked.apply_to(spec)
     with ExitStack() as closing:
+        is_reported = say and os.environ.get("RANK", "0") == "0"
+        reporter = closing.enter_context(WaitReporter("training" if is_reported else ""))
+        checked = validate_run(spec)
+        spec = checked.apply_to(spec)
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
         check_precision(spec.parallel.precision, world.device.type)
@@ -112,6 +115,7 @@ def fit_locally(
                 append_output(home() / "runs" / run_id, DRIVER, f"{line}\n".encode())
             if say:
                 say(line)
+            reporter.note_line()
 
         if recorder:
             journal = ConsoleLog(journal, tell)

@@ -5,7 +5,8 @@ Called by every program that takes `a.b=c` words for a training run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import shoal.runs
 from shoal.config import last_override
@@ -17,11 +18,17 @@ from shoal.train.task import find_source_file, find_task, load_task_file, requir
 
 def spec_from_overrides(overrides: list[str]) -> TrainSpec:
     """The spec of `resume=RUN`, or the recipe's of `task=NAME`, or the defaults; with the overrides. Raises
-    ConfigError."""
-    resumed, task = last_override(overrides, "resume"), last_override(overrides, "task")
-    if resumed:
+    ConfigError.
+
+    `choose_spec` of a recipe, as that of finetune, chooses its Task by the overrides.
+    """
+    task = last_override(overrides, "task")
+    if choose := _find_in_recipe(task, "choose_spec"):
+        chosen: TrainSpec = choose([each for each in overrides if not each.startswith("task=")])
+        return chosen
+    if resumed := last_override(overrides, "resume"):
         return TrainSpec.from_record(shoal.runs.load(resumed).spec, overrides)
-    return (load_recipe(task) if task else TrainSpec()).override(overrides)
+    return load_recipe(task).override(overrides)
 
 
 def list_task_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
@@ -32,15 +39,20 @@ def list_task_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
 
 def load_recipe(task: str) -> TrainSpec:
     """The result of `spec()` in the file of a task; the defaults if it has none."""
-    unload_if_changed(task)
-    path = find_source_file(task)
-    if path is None:
-        return TrainSpec(task=task)
-    require_source_file(task)  # before a field that its recipe may need
-    make_spec = getattr(load_task_file(path, task), "spec", None)
-    if make_spec is None:
+    if (make_spec := _find_in_recipe(task, "spec")) is None:
         return TrainSpec(task=task)
     spec = make_spec()
     if not isinstance(spec, TrainSpec):
-        raise ConfigError("task", task, f"{path.name}'s spec() gave a {type(spec).__name__}", "return a TrainSpec")
+        raise ConfigError("task", task, f"its file's spec() gave a {type(spec).__name__}", "return a TrainSpec")
     return spec.model_copy(update={"task": task})
+
+
+def _find_in_recipe(task: str, name: str) -> Callable[..., Any] | None:
+    """A function of the file of a task."""
+    unload_if_changed(task)
+    path = find_source_file(task)
+    if path is None:
+        return None
+    require_source_file(task)  # before a field that its recipe may need
+    found: Callable[..., Any] | None = getattr(load_task_file(path, task), name, None)
+    return found

@@ -150,7 +150,7 @@ class Trainer:
         )
         if parts.eager_reason:
             self._event_log.record_event("built_eagerly", error=parts.eager_reason)
-        self._callbacks.begin(step, self._progress.metrics)
+        self._callbacks.call(Callback.on_begin, step, self._progress.metrics)
         self._began_s = time.monotonic()
         self._meter.begin(self._progress.training_s)
 
@@ -349,7 +349,7 @@ class Trainer:
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}
         self._report(step, {**named, TRAINING_S: self._progress.training_s})
-        self._callbacks.end_evaluation(step, metrics)
+        self._callbacks.call(Callback.on_evaluation, step, metrics)
         return self._decide_after_evaluation()
 
     def _decide_after_evaluation(self) -> StopDecision | None:

@@ -22,7 +22,7 @@ from shoal import checkpoint
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.extend.registry import Criterion, Registry
-from shoal.extend.runs import NO_CHECKPOINT, RunRecorder, Status, format_number
+from shoal.extend.runs import NO_CHECKPOINT, RunRecorder, Status, format_number, print_line
 from shoal.extend.train import ConsoleLog, EventLog
 from shoal.libs.population.evolution import Decisions, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
@@ -85,11 +85,6 @@ class RoundLog(ConsoleLog):
             finite = [score for score in details["scores"] if score is not None]
             scores = f"{format_number(min(finite))} to {format_number(max(finite))}" if finite else "none finite"
             self._say(f"round {details['round']:3} | step {details['step']:,} | {self._scores} {scores}")
-
-
-def print_line(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
 
 
 @dataclass

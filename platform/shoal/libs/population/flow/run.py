@@ -31,7 +31,7 @@ from shoal.extend.data import Data, Loader, make_loader
 from shoal.extend.flows import recorded_run
 from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World, choose_device, get_value
 from shoal.extend.registry import ModelFactory
-from shoal.extend.runs import RunRecorder, format_metrics
+from shoal.extend.runs import RunRecorder, format_metrics, print_line
 from shoal.extend.train import (
     BatchStream,
     EventLog,
@@ -54,7 +54,6 @@ from shoal.libs.population.flow.rounds import (
     PopulationRun,
     RoundLog,
     choose_spec,
-    print_line,
     require_continuation,
 )
 from shoal.libs.population.lineage import rank_members

@@ -14,14 +14,13 @@ from typing import Any
 
 from shoal.extend.cluster import job_main
 from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment, recorded_run
-from shoal.extend.runs import RunRecorder, format_number
+from shoal.extend.runs import RunRecorder, format_number, print_line
 from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import build_evolution
 from shoal.libs.population.flow.rounds import (
     PopulationRun,
     RoundLog,
     choose_spec,
-    print_line,
     require_continuation,
 )
 from shoal.libs.population.loop.members import LoopMember, LoopMembers
