@@ -353,7 +353,7 @@ def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: st
     [
         ({"target": "churnt"}, "column = 'churnt': is not in the table. did you mean 'churned'"),
         ({"target": "loyal"}, "column = 'loyal': is not in the table. it has customer, age"),
-        ({"target": ""}, "target = '': is not said. give one of customer, age"),
+        ({"target": ""}, "target = '': is missing. give one of customer, age"),
         ({"target": "", "data": "none.csv"}, "data = 'none.csv': does not exist"),
         ({"leave_out": ["agee"]}, "column = 'agee': is not in the table"),
         ({"columns": {"plan": "number"}}, "column = 'plan': has a value that is no number"),
@@ -422,6 +422,8 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     assert [each.split()[0] for each in said][:3] == ["column", "customer", "age"]
     before = Registry().get("customers@1").manifest
     args = before.model.kwargs["args"]
+    made_from = {"file": customers, "rows": NUM_ROWS, "target": "churned", "classes": ["no", "yes"]}
+    assert before.lineage == made_from | {"categories": {"plan": "[family, plus, basic]"}}
     grown = make_columns(80)
     grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
     write_csv(Path(customers), grown)

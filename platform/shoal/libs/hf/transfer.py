@@ -144,7 +144,7 @@ def _register(
     travelling = task.registration()
     signature = task.signature()
     assert travelling is not None
-    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
+    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args or {})}
     make_folder(home() / "hf")
     with tempfile.TemporaryDirectory(prefix=".registered.", dir=home() / "hf") as draft:
         network, types, tensors = _open_weights(task, init)

@@ -119,7 +119,7 @@ def table(
     num_rows = len(full)
     full = full if held_back is None else _append(full, held_back)
     if not target:
-        raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
+        raise DataError("target", "", "is missing", f"give one of {', '.join(full.column_names)}")
     _require_columns(full, named)
     chosen = choose_kinds(full, full.column_names, explicit)
     kinds = {name: kind for name, (kind, _) in chosen.items() if kind and name not in (target, *leave_out)}

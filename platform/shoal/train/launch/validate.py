@@ -248,7 +248,7 @@ def _require_unfinished(spec: TrainSpec) -> None:
     if not spec.task:
         loader = "shoal.train.launch.overrides.spec_from_overrides"
         remedy = f"{loader}(['resume={before.id}', ...]) begins with what its record says"
-        raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
+        raise ConfigError("task", spec.task, "is missing, and nothing is read from the run that is resumed", remedy)
     if before.status.is_complete and TrainSpec.from_record(before.spec).stop == spec.stop:
         detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
         remedy = "say when it ends now, as in stop.epochs=10"
