@@ -229,6 +229,17 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch: threads that wait for each other take most of the time of small networks, and sums have one order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def wait_for() -> object:
     """`wait_for(predicate, timeout_s, what)`: see tests/waiting.py."""
     return _wait_for

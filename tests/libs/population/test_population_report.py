@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display import run_view
@@ -18,6 +16,7 @@ from shoal.libs.population.report import build_panels
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
+from typed import draw_plain
 
 
 def record_population(run: runs.RunRecorder, rounds: list[dict[str, Any]], metric: str = "accuracy") -> None:
@@ -111,10 +110,7 @@ VIEW = PopulationView(
 
 
 def shown(view: PopulationView, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(view.render())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return draw_plain(view.render(), width)
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_trials import read_all
 
 import shoal.runs
 from leftovers import children_of, still_alive
@@ -17,7 +18,6 @@ from shoal.libs.sweep.flow import plan_trials
 from shoal.libs.sweep.loop_spec import LoopTrialSpec, load_loop_recipe
 from shoal.libs.sweep.loop_trial import LoopTrial, register_trial
 from shoal.libs.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
-from shoal.libs.sweep.trial import TrialReport
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
 from shoal.search.space import SearchSpace
@@ -35,13 +35,6 @@ def spec_of(*words: str, actors: int | None = None, **fields: Any) -> SweepSpec:
 @pytest.fixture
 def loop() -> LoopTrialSpec:
     return load_loop_recipe(JOB).override([STOP, "reports=4", "actors=2"])
-
-
-def read_all(trial: LoopTrial) -> list[TrialReport]:
-    found = [trial.next_report()]
-    while not found[-1].is_over:
-        found.append(trial.next_report())
-    return found
 
 
 def test_a_job_of_the_loop_is_a_sweep_of_it() -> None:

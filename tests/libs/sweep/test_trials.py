@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import shoal.runs
 from shoal.cli.display import run_view
 from shoal.errors import CheckpointError, ConfigError
 from shoal.libs.sweep.display import SweepView, make_view
+from shoal.libs.sweep.loop_trial import LoopTrial
 from shoal.libs.sweep.trial import TrialReport, TrialRun, TrialSetting, is_remote, load_result
 from shoal.libs.sweep.trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
+from typed import draw_plain
 
 TASK = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
 SETTING = {"num_trials": 4, "metric": "accuracy", "is_higher": True, "search": "random", "scheduler": "asha"}
@@ -71,9 +71,7 @@ def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
         view = make_view(shoal.runs.load("s"), None, ["a note"])
         drawn = run_view.make_view(shoal.runs.load("s"), None)
         assert isinstance(drawn, SweepView)
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(run_view.render(view, 100))
-    text = console.export_text()
+    text = draw_plain(run_view.render(view, 100))
     assert text.index("0.9") < text.index("0.8") < text.index("0.6")
     for word in ("copied trial 0", "NotFinite: the loss", "stopped", "learning_rate", "a note"):
         assert word in text
@@ -99,7 +97,7 @@ def make_trial(run_id: str, folder: Path, *, is_remote: bool = False, **fields: 
     return TrialRun(run_id, spec, validate_run(spec), is_remote=is_remote)
 
 
-def read_all(trial: TrialRun) -> list[TrialReport]:
+def read_all(trial: TrialRun | LoopTrial) -> list[TrialReport]:
     found = [trial.next_report()]
     while not found[-1].is_over:
         found.append(trial.next_report())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 
 import pytest
-from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display.train_display import TrainView, make_view
+from typed import draw_plain
 
 METRICS = {
     "train/step": 123_456.0,
@@ -36,10 +35,7 @@ VIEW = TrainView(
 
 
 def shown(view: TrainView, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(view.render())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return draw_plain(view.render(), width)
 
 
 @pytest.mark.parametrize("width", [80, 100])
