@@ -240,6 +240,17 @@ def group_of_one() -> Iterator[ProcessGroup]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch: threads that wait for each other take most of the time of small networks, and sums have one order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine on an event loop of its own."""

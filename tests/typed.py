@@ -1,12 +1,14 @@
-"""Commands as a user types them, in this process: `typed("serve status --once")`.
+"""Commands as a user types them, in this process: `typed("serve status --once")`; and what a terminal shows.
 
 Words that are given behind the line are taken as they are.
 """
 
+import io
 import shlex
 from typing import Any
 
 from click.testing import CliRunner, Result
+from rich.console import Console, RenderableType
 
 from shoal.cli import cli
 from shoal.errors import ShoalError
@@ -29,3 +31,10 @@ def complaint(line: str, *words: str, stdin: str | None = None) -> str:
     result = typed(line, *words, stdin=stdin)
     assert isinstance(result.exception, ShoalError), (result.output, result.exception)
     return str(result.exception)
+
+
+def draw_plain(drawn: RenderableType, width: int = 100, **options: Any) -> str:
+    """As a terminal of this width shows it, without colours."""
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None, **options)
+    console.print(drawn)
+    return console.export_text()

@@ -16,7 +16,7 @@ from shoal.errors import RunError
 from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal_program import END_S, ROOT, commands_with, shoal_program
-from training.toy_run import train_rank
+from training.toy_run import losses_of, train_rank
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -57,11 +57,6 @@ def at_step(step: int, incarnation: int = 1) -> Callable[[], bool]:
         )
 
     return found
-
-
-def losses_of(run: Run) -> dict[int, float]:
-    rows = run.metrics().dropna(subset=["train/loss"])
-    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
 
 
 def assert_nothing_stays(home: Path) -> None:

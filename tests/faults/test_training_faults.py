@@ -17,7 +17,7 @@ from leftovers import pids_of
 from programs import run_ranks
 from shoal.runs import Run, Status
 from shoal.train.spec import TrainSpec
-from training.toy_run import train_rank
+from training.toy_run import losses_of, train_rank
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -87,12 +87,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     losses: dict[int, float] = run_ranks(train_rank, 2, folder, spec_of(folder))[0]
     assert sorted(losses) == list(range(1, STEPS + 1))
     return losses
-
-
-def losses_of(run: Run) -> dict[int, float]:
-    """The newest loss that the record has of each step."""
-    rows = run.metrics().dropna(subset=["train/loss"])
-    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
 
 
 def lines_of(notes: Path, rank: int) -> list[list[int]]:

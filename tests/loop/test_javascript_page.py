@@ -2,8 +2,8 @@
 
 import runpy
 import shutil
-import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from catch_game import Catch
 
+from answering import run_server
 from chromium import Chromium
 from loop.test_javascript_client import CLIENT, SPEC
 from rl_setting import TOKEN
@@ -30,17 +31,17 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """The address of the client's folder: a page there has another port than the gateway, on the same machine."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=str(CLIENT))) as server:
-        threading.Thread(target=server.serve_forever).start()
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=str(CLIENT))) as server,
+        run_server(server),
+    ):
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    found = Chromium(tmp_path_factory.mktemp("chromium"))
-    yield found
-    found.close()
+    with closing(Chromium(tmp_path_factory.mktemp("chromium"))) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("inference", "agents", "is_hidden"), [("local", 1, True), ("remote", 64, False)])

@@ -1,17 +1,14 @@
 """The protocol's application on a real port of this process, for whoever speaks to it as a client would."""
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
+from answering import run_app
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
-from waiting import wait_for
 
 TOKEN = "a-token"
 
@@ -35,14 +32,5 @@ class Counting:
 def served(host: FakeHost, token: str | None = TOKEN) -> Iterator[tuple[str, Counting]]:
     """The address of an endpoint of `host`, and what reached it; until the end of the block."""
     app = Counting(RestApp(host, AccessControl(token, [])))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            wait_for(lambda: server.started, what="the server")
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-        finally:
-            server.should_exit = True
-            thread.join(60.0)
-    assert not thread.is_alive()
+    with socket.create_server(("127.0.0.1", 0)) as listener, run_app(app, listener):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app

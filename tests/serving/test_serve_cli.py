@@ -1,6 +1,5 @@
 """`shoal serve` against an endpoint of this process: what it sends, what it shows, and what it says when it cannot."""
 
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 import shoal.runs
 from serving.fake_host import FakeHost, FakeModel
@@ -18,7 +16,7 @@ from shoal.cli.display import serve_display
 from shoal.client import Client, ConfigError
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
 from shoal.errors import InferenceError
-from typed import complaint, said
+from typed import complaint, draw_plain, said
 
 NOW_S = 1_700_000_000.0
 FASHION = ModelStatus(
@@ -145,10 +143,7 @@ def test_looking_outlasts_an_endpoint_that_is_away(recorded: str, host: Host, mo
 
 
 def drawn(status: EndpointStatus, width: int, note: str = "", url: str = "http://127.0.0.1:8000") -> str:
-    console = Console(width=width, file=io.StringIO())
-    console.print(serve_display.render(status, url, note))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return draw_plain(serve_display.render(status, url, note), width)
 
 
 def test_the_picture_has_its_address_as_it_is() -> None:

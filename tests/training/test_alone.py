@@ -27,7 +27,7 @@ from shoal.train.launch.local import fit_locally
 from shoal.train.launch.training_run import shutdown_event
 from shoal.train.spec import TrainSpec
 from train_task import Toy
-from training.toy_run import train_rank
+from training.toy_run import losses_of, train_rank
 from waiting import wait_for
 
 TASK = Path(__file__).parents[1] / "train_task.py"
@@ -67,11 +67,6 @@ def interrupt(running: subprocess.Popen[str]) -> str:
     os.killpg(running.pid, signal.SIGINT)
     said, _ = running.communicate(timeout=600)
     return said
-
-
-def losses_of(run: Run) -> dict[int, float]:
-    rows = run.metrics().dropna(subset=["train/loss"])
-    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
 
 
 def test_alone_to_the_end_with_ctrl_c_between(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from shoal.parallel import World
+from shoal.runs import Run
 from shoal.testing.run import MemoryLog, TaskRun, train
 from shoal.train import Task
 from shoal.train.spec import TrainSpec
@@ -22,6 +23,12 @@ def spec_of(**changes: Any) -> TrainSpec:
         "checkpoint": {"asynchronous": False},
     }
     return TrainSpec.parse({**base, **changes})
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    """The newest loss that the record has of each step."""
+    rows = run.metrics().dropna(subset=["train/loss"])
+    return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
 
 
 def train_toy(

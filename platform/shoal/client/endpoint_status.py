@@ -118,6 +118,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     evidence:   of its open candidate; None without one
     last_failure: a request that the model failed on, and the reference that its caller received; "" for none
     metrics:    of libraries, by name: the tokens of texts, and their times
+    history:    (time, version, requests per second, p99 in seconds) of the newest minutes with requests
     """
 
     name: str
@@ -144,6 +145,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     residency: ResidencyStatus | None = None
     evidence: EvidenceStatus | None = None
     metrics: dict[str, MetricStatus] = {}
+    history: list[tuple[float, int, float, float | None]] = []
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):

@@ -173,10 +173,16 @@ def list_reservations(client: httpx2.Client) -> list[Reservation]:
     reservations = []
     for (number, node), (resources, processes) in sorted(found.items()):
         job = jobs.get(number, {})
-        run = ((job.get("runtime_env") or {}).get("env_vars") or {}).get("SHOAL_RUN_ID", "")
         amounts = {name: float(resources[name]) for name in ("CPU", "GPU")}
-        reservations.append(Reservation(job.get("submission_id") or number, run, node, amounts, dict(processes)))
+        name = job.get("submission_id") or number
+        reservations.append(Reservation(name, find_run_id(job), node, amounts, dict(processes)))
     return reservations
+
+
+def find_run_id(job: Mapping[str, Any]) -> str:
+    """The run that an entry of Ray's list of jobs was submitted for; "" for a job of others."""
+    variables: dict[str, str] = (job.get("runtime_env") or {}).get("env_vars") or {}
+    return variables.get("SHOAL_RUN_ID", "")
 
 
 def list_state(client: httpx2.Client, what: str, state: str = "") -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from shoal.cluster.cluster_handle import ClusterHandle, set_environment
-from shoal.cluster.dashboard_api import connect, request_json
+from shoal.cluster.dashboard_api import connect, find_run_id, request_json
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.home import home
 from shoal.recipes import stage_package
@@ -75,12 +75,14 @@ class JobStatus(StrEnum):
 class JobInfo:
     """Ray's entry of one job. `message` is Ray's description of a failure."""
 
-    submission_id: str
+    submission_id: str  # Ray's number of a program that was not submitted
     status: JobStatus
     entrypoint: str
     message: str
     started_at_s: float  # Unix time; 0 if not known
     metadata: Mapping[str, str] = field(default_factory=dict)  # what it was submitted with
+    run: str = ""  # that it was submitted for
+    driver: Mapping[str, str] = field(default_factory=dict)  # its newest process: node_ip_address, pid
     exit_status: int | None = None  # of its program, when that has ended by itself
 
     @property
@@ -222,11 +224,11 @@ def require_no_shadowing(working_dir: Path) -> None:
             raise ConfigError("working_dir", str(working_dir), f"hides Python's own module {name!r}", remedy)
 
 
-def list_jobs(cluster: ClusterHandle) -> list[JobInfo]:
-    """The submitted jobs of the cluster, newest first."""
+def list_jobs(cluster: ClusterHandle, *, has_drivers: bool = False) -> list[JobInfo]:
+    """The submitted jobs of the cluster, newest first. has_drivers: and programs that connected to it by themselves"""
     with connect(cluster) as client:
         answer: list[dict[str, Any]] = request_json(client, "GET", "/api/jobs/")
-    jobs = [_parse_job_info(entry) for entry in answer if entry.get("submission_id")]
+    jobs = [_parse_job_info(entry) for entry in answer if has_drivers or entry.get("submission_id")]
     return sorted(jobs, key=lambda job: job.started_at_s, reverse=True)
 
 
@@ -385,11 +387,13 @@ class JobHandle:
 
 def _parse_job_info(entry: Mapping[str, Any]) -> JobInfo:
     return JobInfo(
-        submission_id=entry["submission_id"],
+        submission_id=entry["submission_id"] or entry["job_id"],
         status=JobStatus(entry["status"]),
         entrypoint=entry["entrypoint"],
         message=entry.get("message") or "",
         started_at_s=(entry.get("start_time") or 0) / 1000,
         metadata=entry.get("metadata") or {},
         exit_status=entry.get("driver_exit_code"),
+        run=find_run_id(entry),
+        driver=entry.get("driver_info") or {},
     )

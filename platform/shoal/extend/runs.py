@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.output_files import list_outputs, read_output
     from shoal.runs.panels import (
+        FOLDED,
         HIDDEN,
         PANELS,
         Cell,

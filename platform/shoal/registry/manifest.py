@@ -188,8 +188,9 @@ class Manifest(Spec):
     size_bytes:      of the payload, or of all parts
     parts:           the files of weights that are several; else []
     data:            fingerprints of its datasets, by part: train, validation, test
-    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of others,
-                     what they were made from. `base` is the reference of a version that it needs
+    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of a table's
+                     model its file, rows, target and categories; of others, what they were made from. `base` is the
+                     reference of a version that it needs
     files:           hex digests of further files of the version, by name: a tokenizer's, say
     example:         a row, as an endpoint takes it, for those who try the model; none of the data's own
     """

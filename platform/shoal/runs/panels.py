@@ -11,7 +11,7 @@ import base64
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import yaml
 
@@ -20,9 +20,14 @@ from shoal.runs.run_reader import Run
 
 PANELS = "shoal.panels"
 HIDDEN = ("actor_lag/", "rejected/", "win_rate/", "queue/capacity")  # metrics that `list_counts` shows: no curves
+FOLDED = (  # rates, waits and counts, which pages fold
+    *("actors/", "drops/", "endpoint/", "episodes/", "flops/", "lag/", "memory/", "queue/", "samples/"),
+    *("segments/", "step/", "steps/", "wait/", "weights/", "train/step", "train/epoch", "train/learning_rate"),
+    *("learner/updates", "learner/update_ms", "learner/batch_steps", "learner/replay_steps"),
+)
 
 Cell = str | tuple[str, str]
-"""A text, or a text and its tone: good, warn, bad, busy, muted."""
+"""A text, or a text and its tone: good, warn, bad, busy, muted; or the id of a run and "run", which a page links."""
 
 
 class Count(NamedTuple):
@@ -47,12 +52,14 @@ class Line(NamedTuple):
 class Panel:
     """A heading with what there is of lines, counts, a table, pictures and commands.
 
+    about:           what it is, for a reader who does not know its words: pages show it, a terminal has no room
     x, scale, marks: of the lines: the axis, which axes are logarithmic ("", "x", "y" or "xy"), and moments on x
     pictures:        a caption, and the picture as a data URL
     """
 
     title: str
     note: str = ""
+    about: str = ""
     lines: Sequence[Line] = ()
     x: str = "step"
     scale: str = ""
@@ -71,12 +78,18 @@ class RunPanels:
     titles: metric -> the title of its curve
     cards:  metric -> the label of its headline number, in display order
     hidden: prefixes of metrics that are not drawn alone: panels show them
+    criteria: prefixes of the metrics that a run is judged by, the first one first: their curves begin its page
+    folded: prefixes of rates, waits and counts: their curves are below the others, folded
+    opens_on: the part of its page that is shown first: curves or panels
     panels: makes the panels of a run as it stands; called again after a new event
     """
 
     titles: Mapping[str, str] = field(default_factory=dict)
     cards: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
+    criteria: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
+    opens_on: Literal["curves", "panels"] = "curves"
     panels: Callable[[Run], Sequence[Panel]] = lambda run: ()
 
 
@@ -95,6 +108,7 @@ def list_counts(metrics: Mapping[str, float]) -> list[Panel]:
         Panel(
             title="actors",
             note=f"{format_number(metrics.get('actors/connected', 0.0))} connected, lag",
+            about="How many versions behind the newest one the policy is by which each actor acts.",
             counts=[
                 Count(name, lag, format_number(lag), "good" if lag <= 2 else "warn" if lag <= 10 else "bad")
                 for name, lag in sorted(groups["actor_lag"].items())
@@ -103,6 +117,7 @@ def list_counts(metrics: Mapping[str, float]) -> list[Panel]:
         Panel(title="won", counts=[Count(*each, f"{each[1]:.0%}") for each in sort_opponents(groups["win_rate"])]),
         Panel(
             title="queue",
+            about="Pieces of episodes (segments) that wait to be learnt from. Credit: how many more actors may send.",
             counts=[
                 Count(label, queue[name], f"{format_number(queue[name])}{of}")
                 for label, name in (("segments", "depth"), ("credit given", "credit"))
@@ -111,13 +126,21 @@ def list_counts(metrics: Mapping[str, float]) -> list[Panel]:
         ),
         Panel(
             title="segments",
+            about="What became of the pieces of episodes that the actors have sent.",
             note=f"✗ received and {differ} differ by {missing:,.0f}" if missing else f"✓ received = {differ}",
             counts=[Count(name, count, format_number(count)) for name, count in parts.items() if groups["segments"]],
         ),
-        Panel(title="drops", counts=_count(groups["drops"])),
-        Panel(title="rejected", counts=_count(groups["rejected"], "bad")),
+        Panel(
+            title="drops", about="Segments that nothing is learnt from, by the reason.", counts=_count(groups["drops"])
+        ),
+        Panel(
+            title="rejected",
+            about="What the gateway, to which the actors connect, has refused: by actor and reason.",
+            counts=_count(groups["rejected"], "bad"),
+        ),
         Panel(
             title="a step",
+            about="What the time of a step of training goes into.",
             counts=[Count(name, share, f"{share:.1%}") for name, share in shares.items() if waits],
         ),
     ]

@@ -192,7 +192,7 @@ class Run:
 
     status:    `Status.LOST` when the record says running and its writer is gone
     spec:      the YAML that the run was created with
-    command:   the command that started it
+    command:   the command that started it first
     git_dirty: tracked files differed from git_revision
     incarnation: how often it was started: 1, and one more for each resume
     copied_from: the host that records the run, if it was read from the store; None for a run of this host
@@ -332,6 +332,11 @@ class Run:
         # With max(), SQLite takes the other columns from the row of the maximum.
         rows = self.query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
+
+    def list_commands(self) -> list[str]:
+        """The command that started the run, and those that resumed it, oldest first."""
+        resumed = [details.get("command", "") for _, details in self.list_events("resumed")]
+        return [self.command, *filter(None, resumed)]
 
     def read_queue_entry(self) -> dict[str, Any] | None:
         """The details with which it waits in its cluster's queue (position, owner, priority, needs, since_s, reason);

@@ -44,14 +44,14 @@ Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 class Registration:
     """What the registry holds of a Task whose own arguments name files of this host.
 
-    args:    the arguments with which every host builds the model
+    args:    the arguments with which every host builds the model; None: as they were given
     files:   further files of the version, by name
     lineage: of the version: what the model was made from
     problem: why an endpoint would refuse the model, which is then no champion; "" where nothing is known
     convert: from the tensors that were trained to those that are registered; None: they are the same
     """
 
-    args: Mapping[str, Any]
+    args: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None

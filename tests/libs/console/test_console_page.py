@@ -1,16 +1,15 @@
 """The console's pages in a browser: values of runs as they are logged, and forms that change what serves."""
 
 import json
-import socket
-import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from test_console_serving import Host, host, register  # noqa: F401 - the fixture
 
+from answering import answering, run_app
 from chromium import Chromium
 from serving.served_here import TOKEN
 from shoal import runs
@@ -36,23 +35,17 @@ window.fetch = (path, ...more) => {{
 @pytest.fixture
 def address() -> Iterator[str]:
     """Of a console of this process."""
-    listening = bind("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    app = build_app(Access(TOKEN, port=port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(60.0)
-    listening.close()
+    with bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        with run_app(build_app(Access(TOKEN, port=port)), listening, timeout_graceful_shutdown=1):
+            yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
 def recorder() -> Iterator[runs.RunRecorder]:
     with runs.create(SCRIPT, f"name: {json.dumps(SCRIPT)}\n", RUN, command=SCRIPT) as recorder:
         for step in range(1, 6):
-            recorder.log(step, {"loss": 1.0 / step, SCRIPT: 1.0})
+            recorder.log(step, {"loss": 1.0 / step, SCRIPT: 1.0, "wait/data": 0.0})
         recorder.record_event(SCRIPT, text=SCRIPT)
         recorder.flush()
         (recorder.folder / "logs").mkdir()
@@ -62,22 +55,21 @@ def recorder() -> Iterator[runs.RunRecorder]:
 
 
 def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None:
-    browser = Chromium(tmp_path)
+    with closing(Chromium(tmp_path)) as browser:
 
-    def wait(script: str) -> Any:
-        return wait_for(lambda: browser.run(script), what=script)
+        def wait(script: str) -> Any:
+            return wait_for(lambda: browser.run(script), what=script)
 
-    def open_page(path: str, script: str) -> None:
-        browser.run(f"location.hash = {json.dumps(f'#/{path}')}")
-        wait(script)
-        shown = browser.run("[document.title, document.querySelectorAll('main script, main img').length]")
-        assert shown[0] != "hostile", path
-        assert shown[1] == 0, path
+        def open_page(path: str, script: str) -> None:
+            browser.run(f"location.hash = {json.dumps(f'#/{path}')}")
+            wait(script)
+            shown = browser.run("[document.title, document.querySelectorAll('main script, main img').length]")
+            assert shown[0] != "hostile", path
+            assert shown[1] == 0, path
 
-    def says(text: str) -> str:
-        return f"document.querySelector('main').textContent.includes({json.dumps(text)})"
+        def says(text: str) -> str:
+            return f"document.querySelector('main').textContent.includes({json.dumps(text)})"
 
-    try:
         browser.show(address)
         wait(f"document.querySelectorAll('tbody a').length === 1 && {says(SCRIPT[:40])}")
         for part, text in (("events", SCRIPT), ("log", SCRIPT), ("spec", "onerror"), ("curves", SCRIPT)):
@@ -106,6 +98,13 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         browser.run(f"((each) => {{ {write} }})(document.querySelector('.note textarea'))")
         wait_for(lambda: read_notes()[RUN].note == "mine", what="the note")
 
+        names = "[...document.querySelectorAll('.chart')].map((each) => each.chart.name)"
+        wait(f"{names}.length === 3")
+        assert browser.run(names) == ["loss", SCRIPT, "wait/data"]  # losses first, waits folded
+        folded = "document.querySelector('details')"
+        browser.run(f"{folded}.open = true; {folded}.scrollIntoView()")
+        wait(f"{folded}.querySelector('.chart').chart.plot?.scales.y.min === -1")  # of zeros, not to 100
+        browser.run("scrollTo(0, 0)")
         chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
         wait(f"{chart}?.plot?.data[0].length === 5")
         took = (
@@ -122,22 +121,10 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
         wait(f"{took} !== {json.dumps(before)}")  # it counts on
 
-        framing = socket.create_server(("127.0.0.1", 0))  # a page of another site
-        site = f"http://127.0.0.1:{framing.getsockname()[1]}"
-
-        def serve() -> None:
-            connection, _ = framing.accept()
-            connection.recv(4096)
-            page = f"<iframe id=f src='{address}' onload='window.loaded=1'></iframe>"
-            connection.sendall(f"HTTP/1.0 200 OK\r\ncontent-type: text/html\r\n\r\n{page}".encode())
-            connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        browser.show(site)
-        thread.join()
-        framing.close()
-        wait("window.loaded")
+        page = f"<!doctype html><iframe src='{address}' onload='window.loaded=1'></iframe>"
+        with answering(lambda path: page.encode()) as site:  # a page of another site
+            browser.show(site.url)
+            wait("window.loaded")
         sent = (
             f"fetch('{address}/api/runs').then(() => 'read', () => 'refused').then((word) => {{ window.word = word }})"
         )
@@ -145,8 +132,6 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         assert wait("window.word") == "refused"
         frames = browser.call("Page.getFrameTree")["frameTree"]["childFrames"]
         assert [each["frame"].get("unreachableUrl") for each in frames] == [f"{address}/"]
-    finally:
-        browser.close()
 
 
 def test_a_row_is_tried_and_a_version_promoted(
@@ -158,8 +143,7 @@ def test_a_row_is_tried_and_a_version_promoted(
     example = {"age": 71, "plan": "plus", "since": "31.05.2025", "active": False, "balance": 1024.5}
     monkeypatch.setattr(try_api, "_read_example", lambda metadata: example)
     register(aliases=["champion"], metrics={"<script>document.title='mine'</script>": 1.0})
-    browser = Chromium(tmp_path / "chromium")
-    try:
+    with closing(Chromium(tmp_path / "chromium")) as browser:
         body = f"new URLSearchParams({{token: {TOKEN!r}}})"
         browser.call("Page.navigate", url=f"{address}/#/try/shop/table")
         wait_for(lambda: browser.run("document.querySelectorAll('main form input').length") == 4)
@@ -200,5 +184,3 @@ def test_a_row_is_tried_and_a_version_promoted(
         opened = browser.run("[...document.querySelectorAll('svg a')].map((each) => each.getAttribute('href'))")
         assert {"#/models/table/1", "#/endpoints/shop", "#/endpoints/shop/table"} <= set(opened)
         assert browser.run("document.title") == "table · Shoal"
-    finally:
-        browser.close()

@@ -9,28 +9,22 @@ import pytest
 from starlette.testclient import TestClient
 
 import shoal.runs
+from console_rig import open_console
 from shoal import runs
 from shoal.extend.runs import Panel, RunPanels
 from shoal.extend.serve import read_audit_log
 from shoal.home import home
 from shoal.libs.console import live, run_data
-from shoal.libs.console.access import Access
 from shoal.libs.console.curves import CurveCache, RunCurves
 from shoal.libs.console.live import MAX_ANONYMOUS_STREAMS, MAX_STREAMS, RunFeed, WatchedRun
-from shoal.libs.console.server import build_app
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.runs.curves import MetricHistory, thin
 from shoal.runs.record.removal import remove_runs
 
-HOST = "http://127.0.0.1:8267"
-
 
 @pytest.fixture
 def client() -> TestClient:
-    """Logged in."""
-    client = TestClient(build_app(Access("token", port=8267)), base_url=HOST, headers={"origin": HOST})
-    assert client.post("/login", data={"token": "token"}, follow_redirects=False).status_code == 303
-    return client
+    return open_console()
 
 
 @pytest.fixture
@@ -56,6 +50,23 @@ def test_runs_are_listed_with_their_notes_and_pinned_metrics(client: TestClient,
     assert "@" in row["owner"]
     assert client.get("/api/metrics").json() == ["hidden", "train/loss"]
     assert client.get("/api/runs/one").json()["fields"] == {"task": "lenet", "optimizer.learning_rate": 0.1}
+
+
+def test_a_page_has_what_judges_the_run_and_each_command_of_it(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = "task: lenet\nstop:\n  target:\n    metric: accuracy\n    value: 0.9\n"
+    with runs.create("train", spec, "one", command="shoal run lenet") as run:
+        run.log(1, {"validation/loss": 0.5})
+    monkeypatch.setenv("SHOAL_COMMAND", "shoal run lenet resume=one")
+    runs.reopen("one").close()
+    described = client.get("/api/runs/one").json()
+    commands = ["shoal run lenet", "shoal run lenet resume=one"]
+    assert described["commands"] == commands
+    assert described["targets"] == {"validation/accuracy": 0.9}
+    assert described["criteria"][:3] == ["validation/accuracy", "validation/loss", "return/mean_100"]
+    panels = client.get("/api/runs/one/panels").json()["panels"]
+    assert panels[-1]["commands"][-2:] == commands
 
 
 @pytest.mark.parametrize(
@@ -187,8 +198,7 @@ def test_streams_are_bounded_and_some_are_left_for_who_has_logged_in(
     assert client.get("/api/stream").status_code == 503
     assert client.get("/api/runs").status_code == 200
     monkeypatch.setattr(live, "_streams", {object() for _ in range(MAX_ANONYMOUS_STREAMS)})
-    stranger = TestClient(client.app, base_url=HOST)
-    answer = stranger.get("/api/stream")
+    answer = open_console(logged_in=False).get("/api/stream")
     assert (answer.status_code, answer.headers["connection"]) == (503, "close")
 
 
@@ -230,11 +240,6 @@ SMALL = "v000000-e000001-r1.5e-05-actor-0.webp"
 
 
 @pytest.fixture
-def console() -> TestClient:
-    return TestClient(build_app(Access("token", port=80)), base_url="http://localhost")
-
-
-@pytest.fixture
 def folder() -> Path:
     """Of the run `filmed`: two films, and what is none."""
     with shoal.runs.recording("", "job", begun="started", kind=shoal.runs.RunKind.LOOP, run_id="filmed") as recorder:
@@ -247,8 +252,8 @@ def folder() -> Path:
     return films
 
 
-def test_films_are_listed_by_version_and_sent_as_pictures(console: TestClient, folder: Path) -> None:
-    listed = console.get("/api/runs/filmed/films").json()
+def test_films_are_listed_by_version_and_sent_as_pictures(client: TestClient, folder: Path) -> None:
+    listed = client.get("/api/runs/filmed/films").json()
     small = listed.pop(0)
     assert (small["return"], small["actor"]) == ("1.5e-05", "actor-0")
     assert [each["name"] for each in listed] == list(reversed(FILMS))
@@ -256,7 +261,7 @@ def test_films_are_listed_by_version_and_sent_as_pictures(console: TestClient, f
         **{"version": 100, "episode": 200},
         **{"return": "-1.5e+06", "actor": "actor-0"},
     }
-    sent = console.get(f"/api/runs/filmed/films/{FILMS[0].replace('+', '%2B')}")
+    sent = client.get(f"/api/runs/filmed/films/{FILMS[0].replace('+', '%2B')}")
     assert (sent.status_code, sent.headers["content-type"]) == (200, "image/webp")
     assert sent.headers["x-content-type-options"] == "nosniff"
     assert sent.content == b"RIFF" + FILMS[0].encode()
@@ -276,12 +281,12 @@ def test_films_are_listed_by_version_and_sent_as_pictures(console: TestClient, f
         "v1-e1-r1-a%00.webp",
     ],
 )
-def test_nothing_else_is_sent(console: TestClient, folder: Path, name: str) -> None:
+def test_nothing_else_is_sent(client: TestClient, folder: Path, name: str) -> None:
     (folder.parent / "spec.yaml").write_text("secret: 1")
-    assert console.get(f"/api/runs/filmed/films/{name}").status_code == 404
+    assert client.get(f"/api/runs/filmed/films/{name}").status_code == 404
 
 
-def test_sheets_of_predictions_are_listed_and_sent(console: TestClient, folder: Path) -> None:
+def test_sheets_of_predictions_are_listed_and_sent(client: TestClient, folder: Path) -> None:
     samples = folder.parent / "samples"
     samples.mkdir()
     for name in ("e00002.00-s000000020", "e00001.00-s000000010"):
@@ -289,10 +294,10 @@ def test_sheets_of_predictions_are_listed_and_sent(console: TestClient, folder: 
     (samples / "e00001.00-s000000010.webp").write_bytes(b"RIFF")
     (samples / "e00003.00-s000000030.json").symlink_to("/etc/passwd")
     (samples / "notes.json").write_text("{}")
-    listed = console.get("/api/runs/filmed/samples").json()
+    listed = client.get("/api/runs/filmed/samples").json()
     assert [(each["epoch"], each["step"], each["drawn"]) for each in listed] == [(1, 10, True), (2, 20, False)]
-    sent = console.get("/api/runs/filmed/samples/e00001.00-s000000010.webp")
+    sent = client.get("/api/runs/filmed/samples/e00001.00-s000000010.webp")
     assert (sent.status_code, sent.headers["content-type"]) == (200, "image/webp")
-    assert console.get("/api/runs/filmed/samples/e00002.00-s000000020").json() == {"fixed": []}
+    assert client.get("/api/runs/filmed/samples/e00002.00-s000000020").json() == {"fixed": []}
     for name in ("e00002.00-s000000020.webp", "e00003.00-s000000030", "notes", "..%2Fspec", "notes.json"):
-        assert console.get(f"/api/runs/filmed/samples/{name}").status_code == 404
+        assert client.get(f"/api/runs/filmed/samples/{name}").status_code == 404

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
-from starlette.testclient import TestClient
 
+from answering import answering
+from console_rig import open_console
 from python_program import run_python
 from registered import tensors
 from serving import table_model
@@ -26,8 +26,6 @@ from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client.endpoint_status import EndpointStatus, EvidenceStatus, ModelStatus, VersionStatus
 from shoal.home import home
-from shoal.libs.console.access import Access
-from shoal.libs.console.server import build_app
 from shoal.libs.console.serving import endpoints_api, readings
 from shoal.libs.console.serving.readings import SharedReading
 from shoal.libs.console.serving.try_api import REQUEST_FILE, write_code
@@ -93,17 +91,6 @@ def host() -> Iterator[Host]:
         (home() / "endpoints").mkdir()
         (home() / "endpoints" / "shop.address").write_text(json.dumps(card))
         yield host
-
-
-def open_console(*, logged_in: bool = True) -> TestClient:
-    """A browser at a console that has just started."""
-    access = Access(TOKEN, port=8267)
-    client = TestClient(
-        build_app(access), base_url="http://localhost:8267", headers={"origin": "http://localhost:8267"}
-    )
-    if logged_in:
-        assert client.post("/login", data={"token": TOKEN}, follow_redirects=False).status_code == 303
-    return client
 
 
 MODEL = "/api/endpoints/shop/models"
@@ -335,6 +322,7 @@ def test_lineage_goes_from_the_run_to_the_requests(host: Host) -> None:
     assert nodes["requests shop 7"]["label"] == "1,200 requests"
     assert nodes["requests shop 8"]["to"] == "endpoints/shop/table"
     assert nodes["version 7"]["to"] == "models/table/7"
+    assert open_console().get("/api/models/table/21").json()["run"]["title"] == "training none"
     assert found["left_out"] == 22 - len([each for each in nodes if each.startswith("version")]) == 22 - 14
 
 
@@ -375,7 +363,8 @@ ANSWERS: dict[str, Any] = {
     "/api/jobs/": [
         {"submission_id": "run-1", "job_id": "01", "status": "RUNNING", "entrypoint": "x --token=s3cret",
          "runtime_env": {"env_vars": {"SHOAL_TOKEN": "s3cret", "SHOAL_RUN_ID": "2026-a"}}},
-        {"submission_id": None, "job_id": "02", "status": "RUNNING", "entrypoint": ""},
+        {"submission_id": None, "job_id": "02", "status": "RUNNING", "entrypoint": "",
+         "driver_info": {"node_ip_address": "10.0.0.7", "pid": str(os.getpid())}},
     ],
     "/api/v0/actors": list_answer(
         {"job_id": "01", "node_id": "n1", "class_name": "Worker", "placement_group_id": "p",
@@ -389,33 +378,10 @@ ANSWERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def dashboard(answers: Mapping[str, Any]) -> Iterator[str]:
-    """The address of what answers as a dashboard of Ray."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(answers.get(self.path.partition("?")[0])).encode()
-            self.send_response(200 if body != b"null" else 500)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(60.0)
-
-
 def test_a_cluster_is_shown_with_who_has_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    with dashboard(ANSWERS) as url:
-        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", url)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-1")
+    with create("training", "task: none", "mine"), answering(ANSWERS.get) as server:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.url)
         monkeypatch.setenv("RAY_AUTH_TOKEN", "ray-token")
         found = open_console(logged_in=False).get("/api/cluster").json()
     (cluster,) = found["clusters"]
@@ -430,14 +396,15 @@ def test_a_cluster_is_shown_with_who_has_what(monkeypatch: pytest.MonkeyPatch) -
         "resources": {"CPU": 2.5, "GPU": 1.0},
         "processes": {"Worker": 1, "ServeReplica": 1},
     }
+    assert [(each["id"], each["run"]) for each in cluster["jobs"]] == [("run-1", "2026-a"), ("02", "mine")]
     assert not any(secret in json.dumps(found) for secret in ("s3cret", "ray-token", TOKEN))
 
 
 def test_a_cluster_that_does_not_answer_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with dashboard({}) as url:
-        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", url)
+    with answering(lambda path: None) as server:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.url)
         (cluster,) = open_console().get("/api/cluster").json()["clusters"]
-    assert (cluster["dashboard_url"], "answered 500" in cluster["problem"]) == (url, True)
+    assert (cluster["dashboard_url"], "answered 500" in cluster["problem"]) == (server.url, True)
 
 
 def test_without_a_cluster_nothing_of_ray_is_loaded() -> None:

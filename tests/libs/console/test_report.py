@@ -2,11 +2,11 @@
 
 import base64
 import dataclasses
-import io
 import json
 import math
 import re
 import shutil
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from rich.console import Console
-from starlette.testclient import TestClient
 
 from chromium import Chromium
+from console_rig import open_console
 from shoal import runs
 from shoal.cli.commands import cluster
 from shoal.cli.display import run_view
 from shoal.errors import RunError
 from shoal.extend.runs import MUTED, Line, MetricHistory, Panel, draw_panels, is_logarithmic, read_curves, to_svg
 from shoal.libs.console import report as report_page
-from shoal.libs.console.access import Access
 from shoal.libs.console.report import list_learning_curves
 from shoal.libs.console.run_data import MAX_PICTURE_BYTES, describe_panels
-from shoal.libs.console.server import build_app
 from shoal.runs import RunKind, RunRecorder, Status
-from typed import said
+from typed import draw_plain, said
 from waiting import wait_for
 
 PARTS = ("received", "consumed", "queued", "dropped")
@@ -130,13 +127,9 @@ def test_all_who_show_a_run_have_the_same_counts(monkeypatch: pytest.MonkeyPatch
     with runs.reopen("one") as run:
         run.log(2, {**drops, "actors/connected": 2, "steps/total": 7, "actor_lag/a": 1.0, "rejected/b malformed": 3.0})
         run.flush()
-        console = Console(record=True, width=100, file=io.StringIO(), color_system=None)
-        view = run_view.make_view(runs.load("one"), None)
-        console.print(view.render())
-        shown = console.export_text()
+        shown = draw_plain(run_view.make_view(runs.load("one"), None).render())
         status = json.loads(said("status --json"))["runs"][0]
-        client = TestClient(build_app(Access("token", port=80)), base_url="http://localhost")
-        answered = tabulate({"/panels": client.get("/api/runs/one/panels").json()})
+        answered = tabulate({"/panels": open_console().get("/api/runs/one/panels").json()})
         stored = tabulate(write())
     for title in ("actors", "drops", "rejected"):
         assert answered[title] == stored[title]
@@ -248,13 +241,10 @@ def test_of_several_runs_the_page_has_them_over_each_other(shoal_home: Path, tmp
         with runs.create("train", f"task: lenet\nworkers: {len(run_id)}\nname: {run_id}\n", run_id) as run:
             run.log(1, {"train/loss": 0.5})
     shown = said("report two one --open-path")
-    browser = Chromium(tmp_path)
-    try:
+    with closing(Chromium(tmp_path)) as browser:
         browser.show(Path(shown.strip()).as_uri())
         wait_for(lambda: browser.run("document.querySelectorAll('canvas').length === 1"), what="the chart")
         text = browser.run("document.body.textContent")
-    finally:
-        browser.close()
     assert shown == f"{shoal_home / 'runs' / 'two' / 'comparison.html'}\n"
     for told in ("2 runs over each other", "■ two 0.5", "■ one 0.5", "name"):
         assert told in text, (told, text)
@@ -281,16 +271,13 @@ def test_it_opens_without_a_server_and_what_a_run_says_is_no_script(tmp_path: Pa
         run.finish("failed", EVIL)
     lost = dataclasses.replace(runs.load("one"), status=Status.LOST)
     path = runs.write_report(lost)
-    browser = Chromium(tmp_path)
-    try:
+    with closing(Chromium(tmp_path)) as browser:
         browser.show(path.as_uri())
         wait_for(lambda: browser.run("document.querySelectorAll('canvas').length === 4"), what="the charts")
         text = browser.run("document.body.textContent")
         loaded = browser.run("performance.getEntriesByType('resource').map((each) => each.name.slice(0, 5))")
         assert browser.run("document.title") == f"{EVIL} · one"
         assert browser.run("document.querySelectorAll('main script, main iframe, nav, main button.quiet').length") == 0
-    finally:
-        browser.close()
     assert set(loaded) <= {"data:"}
     for told in ("lost", "up to then everything is here", "Learner loss", "how to reproduce"):
         assert told in text, told

@@ -2,7 +2,6 @@
 
 import io
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from test_export_formats import scripted_payload
 from torch import nn
 
 from libs.export.exported import (
@@ -46,14 +46,6 @@ from typed import complaint, said
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def script(module: nn.Module) -> bytes:
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(torch.jit.script(module), file)  # type: ignore[no-untyped-call]
-    return file.getvalue()
-
-
 def trace_program(module: nn.Module) -> bytes:
     rows = torch.export.Dim("rows")
     length = torch.export.Dim("length")
@@ -71,7 +63,7 @@ def test_a_folder_answers_as_the_registered_model(kind: str) -> None:
         case "torchscript":
             scripted = Scripted()
             scripted.load_state_dict(module.state_dict())
-            register_file(script(scripted.eval()), kind)
+            register_file(scripted_payload(scripted.eval()), kind)
         case "torch_export":
             payload = trace_program(module)
             register_file(payload, kind, signature=read_signature(payload, "file"))

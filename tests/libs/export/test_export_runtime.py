@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from answering import run_server
 from libs.export.exported import INFER, export_pair, register_file, request, write
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.export.folder import LAMBDA_CLIENT
@@ -96,12 +97,8 @@ def test_a_plain_invocation_fails_with_the_endpoints_error(folder: Path, event: 
 
 @pytest.fixture
 def server(folder: Path) -> Any:
-    with FolderServer(("127.0.0.1", 0), FolderModel(folder)) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with FolderServer(("127.0.0.1", 0), FolderModel(folder)) as server, run_server(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def connect(server: FolderServer) -> closing[HTTPConnection]:

@@ -3,17 +3,16 @@
 import asyncio
 import json
 import socket
-import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-import uvicorn
 from tests.libs.language.tiny_language import copy_state, make_byte_tokenizer
 
+from answering import run_app
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.serve import HttpRequest, Send
 from shoal.libs.language.api.app import LanguageApp
@@ -124,14 +123,8 @@ def make_tiny_app(models: Models, keys: Sequence[ApiKey] = (), limits: RequestLi
 @contextmanager
 def serve_tiny(models: Models) -> Iterator[int]:
     """The port of a server of this process."""
-    app = cast(Any, make_tiny_app(models))
-    server = uvicorn.Server(uvicorn.Config(app, factory=False, lifespan="off", log_level="critical"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener, run_app(make_tiny_app(models), listener):
         yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join()
 
 
 class Client:

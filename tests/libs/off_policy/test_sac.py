@@ -1,7 +1,5 @@
 """SAC's losses against NumPy oracles of the paper's equations, and its updates."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,13 +19,7 @@ SPEC = RLSpec(hidden=(16,), segment_length=16, algorithm={"name": "sac", "learni
 EXPERIENCE = experience_spec(Box(-9, 9, (3,), np.float32), Box(-2, 4, (2,), np.float32), SPEC)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a learner: for networks so small, threads that wait for each other take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_batch(seed: int, lengths: list[int]) -> ExperienceBatch:

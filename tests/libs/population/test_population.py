@@ -187,16 +187,7 @@ def test_a_state_of_another_population_is_refused() -> None:
         make_population(factory=Residual).load_state_dict(state)
 
 
-@pytest.fixture
-def _one_thread_of_torch() -> Iterator[None]:
-    """As in the threads of a population: with more of them sums have another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread_of_torch")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_more_members_than_fit_wait_in_host_memory_and_train_the_same(threads: int) -> None:
     batches = make_batches(4, NUM_SAMPLES)

@@ -1,12 +1,10 @@
 """What is shown of a population: on a terminal, in a log file, in the pictures of its report."""
 
 import dataclasses
-import io
 import math
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display import run_view
@@ -16,6 +14,7 @@ from shoal.libs.population.report import build_panels
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
+from typed import draw_plain
 
 
 def record_population(run: runs.RunRecorder, rounds: list[dict[str, Any]], metric: str = "accuracy") -> None:
@@ -109,10 +108,7 @@ VIEW = PopulationView(
 
 
 def shown(view: PopulationView, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(view.render())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return draw_plain(view.render(), width)
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -45,18 +45,12 @@ RECIPE = ROOT / "jobs" / "roots.py"
 FORMAT = MaskFormat(CLASSES)
 SIZE = (96, 72)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def plants() -> list[Photograph]:
     return simulate(4, 2, STYLES["greenhouse"], SIZE, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_folder(folder: Path, photographs: list[Photograph], mask: str = "png") -> Path:

@@ -1,7 +1,6 @@
 """Parts of segmentation: simulated plants, skeletons, losses, scores, crops, augmentation, tiles, U-Net, comparison."""
 
 import io
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -21,18 +20,12 @@ from shoal.libs.segmentation.unet import PictureSegmenter, UNet, predict_probabi
 
 SIZE = (96, 72)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def plants() -> list[Photograph]:
     return simulate(4, 2, STYLES["greenhouse"], SIZE, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- simulated plants -------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_a_sweep_has_its_trials_and_their_importance_in_the_report() -> None:
         "shoal serve deploy mine@3",
     ):
         assert told in page, told
-    best, importance, *_, table = build_panels(runs.load("one"))
+    best, table, importance, *_ = build_panels(runs.load("one"))
     assert importance.counts[0].name == "rate"
     assert len(table.rows) == 120  # all of them
     assert table.rows[0][1][0] in best.note
@@ -125,8 +125,8 @@ def test_a_sweep_of_few_trials_says_what_importance_needs() -> None:
         record_sweep(run, 3)
     panels = build_panels(runs.load("one"))
     assert [panel.title for panel in panels] == [
-        *("best trial", "importance of the parameters", "score by rate", "score by name", "score by is_deep"),
-        *("score by idle", "all trials"),
+        *("best trial", "all trials", "importance of the parameters", "score by rate", "score by name"),
+        *("score by is_deep", "score by idle"),
     ]
-    assert panels[1].note == "needs 8 trials with different scores"
-    assert [row[0] for row in panels[-1].rows if ("interrupted", "warn") in row] == ["0"]
+    assert panels[2].note == "needs 8 trials with different scores"
+    assert [row[0] for row in panels[1].rows if ("interrupted", "warn") in row] == ["0"]

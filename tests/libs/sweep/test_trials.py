@@ -1,6 +1,5 @@
 """The trials of a sweep in its record, as runs of a Task and of the loop, and as a table."""
 
-import io
 import itertools
 import os
 from dataclasses import replace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import shoal.runs
 from leftovers import children_of, still_alive
@@ -29,6 +27,7 @@ from shoal.search.space import SearchSpace
 from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
+from typed import draw_plain
 
 TASK = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
 SETTING = {"num_trials": 4, "metric": "accuracy", "is_higher": True, "search": "random", "scheduler": "asha"}
@@ -79,9 +78,7 @@ def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
         view = make_view(shoal.runs.load("s"), None, ["a note"])
         drawn = run_view.make_view(shoal.runs.load("s"), None)
         assert isinstance(drawn, SweepView)
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(run_view.render(view, 100))
-    text = console.export_text()
+    text = draw_plain(run_view.render(view, 100))
     assert text.index("0.9") < text.index("0.8") < text.index("0.6")
     for word in ("copied trial 0", "NotFinite: the loss", "stopped", "learning_rate", "a note"):
         assert word in text

@@ -418,6 +418,8 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     assert [each.split()[0] for each in said][:3] == ["column", "customer", "age"]
     before = Registry().get("customers@1").manifest
     args = before.model.kwargs["args"]
+    made_from = {"file": customers, "rows": NUM_ROWS, "target": "churned", "classes": ["no", "yes"]}
+    assert before.lineage == made_from | {"categories": {"plan": "[family, plus, basic]"}}
     grown = make_columns(80)
     grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
     write_csv(Path(customers), grown)

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from answering import answering
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.tracing.tracer import Tracer
 from shoal.serve.messages.infer_call import InferCall
@@ -179,31 +178,15 @@ def test_what_is_no_destination(text: str) -> None:
 
 
 def test_spans_go_to_a_collector_over_otlp() -> None:
-    received: list[bytes] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        tracer = Tracer(f"otlp://127.0.0.1:{server.server_address[1]}", "digits", "replica-1")
+    with answering({"/v1/traces": b""}.get) as server:
+        tracer = Tracer(f"otlp://127.0.0.1:{server.server_port}", "digits", "replica-1")
         trace = tracer.start_request("POST infer", "m", CALLER)
         assert trace is not None
         with trace:
             pass
         tracer.close()
         tracer.close()
-        server.shutdown()
-        thread.join(10)
-    (body,) = received
+    (body,) = server.posted
     (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
     (span,) = resource.scope_spans[0].spans
     assert span.name == "POST infer"

@@ -1,13 +1,11 @@
 """What `shoal run` shows of a run, on a terminal and in a log file."""
 
 import dataclasses
-import io
 import json
 import math
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -17,7 +15,7 @@ from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
 from shoal.flows.rl_metrics import select_rejections
-from typed import said
+from typed import draw_plain, said
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -50,9 +48,7 @@ VIEW = LoopView(
 
 
 def drawn(view: LoopView, width: int = 140) -> str:
-    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
-    console.print(view.render())
-    return console.export_text()
+    return draw_plain(view.render(), width)
 
 
 def bars(view: LoopView, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -120,9 +116,7 @@ def test_a_sparkline_ends_with_the_newest_value_however_narrow_the_terminal(widt
 def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     reasons = {f"drops/{word}_{number}": 1.0 for word in ("stale", "corrupt", "invalid") for number in range(8)}
     view = dataclasses.replace(VIEW, metrics=METRICS | reasons, notes=("note " * 30,))
-    console = Console(record=True, width=width, file=io.StringIO(), color_system=None, soft_wrap=True)
-    console.print(run_view.render(view, width))
-    text = console.export_text()
+    text = draw_plain(run_view.render(view, width), width, soft_wrap=True)
     assert max(len(line) for line in text.splitlines()) == width - 2
     told = " ".join(text.replace("│", "").split())
     assert told.count("note") == 30

@@ -4,28 +4,21 @@ import json
 import subprocess
 from typing import Any
 
-import numpy as np
 import pytest
 
+import registered
 from registered import tensors
 from serving import table_model
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command
 from shoal.home import home
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelVersion, Signature, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.weights import WeightSnapshot
 
 
 def register(inputs: list[TensorSignature], name: str = "m", **example: object) -> ModelVersion:
-    return Registry().register(
-        name,
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="mine:clean"),
-        signature=Signature(inputs=inputs, outputs=inputs),
-        example=example,
-    )
+    return registered.register(name, signature=Signature(inputs=inputs, outputs=inputs), example=example)
 
 
 @pytest.mark.parametrize(

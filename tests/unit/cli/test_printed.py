@@ -3,7 +3,6 @@
 A change that is meant is written down by GOLDEN=write. Of this machine and this process nothing is compared.
 """
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from registered import LINEAR, constant, tensors
 from shoal import runs
@@ -33,7 +31,7 @@ from shoal.client.endpoint_status import (
 )
 from shoal.cost.cost_table import MEASURED, PREDICTED
 from shoal.registry import Registry, Signature, TensorSignature
-from typed import typed
+from typed import draw_plain, typed
 
 GOLDEN = Path(__file__).parent / "golden/printed.json"
 NOW = 1_800_000_000.0
@@ -192,9 +190,7 @@ def test_a_verb_prints_what_it_printed(command: str, home: Path) -> None:
 
 
 def draw() -> str:
-    console = Console(record=True, width=80, file=io.StringIO(), color_system=None)
-    console.print(serve_display.render(STATUS, "http://127.0.0.1:8000", "a note"))
-    return console.export_text()
+    return draw_plain(serve_display.render(STATUS, "http://127.0.0.1:8000", "a note"), 80)
 
 
 def hide(value: Any) -> Any:

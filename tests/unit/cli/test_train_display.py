@@ -1,14 +1,13 @@
 """What `shoal run` shows of a training run, on a terminal and in a log file."""
 
 import dataclasses
-import io
 import math
 
 import pytest
-from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display.train_display import TrainView, make_view
+from typed import draw_plain
 
 METRICS = {
     "train/step": 123_456.0,
@@ -34,10 +33,7 @@ VIEW = TrainView(
 
 
 def shown(view: TrainView, width: int = 100) -> str:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(view.render())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return draw_plain(view.render(), width)
 
 
 @pytest.mark.parametrize("width", [80, 100])

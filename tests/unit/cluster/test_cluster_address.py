@@ -1,14 +1,11 @@
 """The address of a cluster, the token that is shown there, and ports for what is about to be started."""
 
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from answering import answering
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.dashboard_api import get_resources
 from shoal.cluster.jobs import list_jobs
@@ -34,39 +31,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class _Answering(ThreadingHTTPServer):
-    body = b""
-    seen: tuple[str, str | None] = ("", None)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Answering
-
-    def do_GET(self) -> None:
-        self.server.seen = (self.path, self.headers["Authorization"])
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.body)))
-        self.end_headers()
-        self.wfile.write(self.server.body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def answering(body: bytes) -> Iterator[_Answering]:
-    """A server that answers everything with this."""
-    with _Answering(("127.0.0.1", 0), _Handler) as server:
-        server.body = body
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.parametrize(
     "address",
     ["http://", "http://[::1", "http://127.0.0.1:x", "http://h:99999", "https://:8265", "ray://h:10001", "h:1"],
@@ -82,18 +46,18 @@ def test_what_is_no_url_is_refused_by_its_field(address: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("page", ["", "/", "/#/overview"])
 def test_the_address_that_a_browser_shows_will_do(page: str) -> None:
-    with answering(NO_NODES) as server:
-        found = find_cluster(f"http://127.0.0.1:{server.server_port}{page}")
+    with answering(lambda path: NO_NODES) as server:
+        found = find_cluster(f"{server.url}{page}")
         assert found is not None
         assert get_resources(found).num_nodes == 0
         assert server.seen[0] == "/nodes?view=summary"
-    assert found.dashboard_url == f"http://127.0.0.1:{server.server_port}"
+    assert found.dashboard_url == server.url
 
 
 @pytest.mark.parametrize("body", [b"<!doctype html>", b"", b"\xff"])
 def test_a_server_of_something_else_is_said_to_be_none_of_rays(body: bytes) -> None:
-    with answering(body) as server:
-        found = find_cluster(f"http://127.0.0.1:{server.server_port}")
+    with answering(lambda path: body) as server:
+        found = find_cluster(server.url)
         assert found is not None
         for ask in (get_resources, list_jobs):
             with pytest.raises(ClusterError, match=r"^http://127.0.0.1:\d+ is no dashboard of Ray"):
@@ -102,8 +66,8 @@ def test_a_server_of_something_else_is_said_to_be_none_of_rays(body: bytes) -> N
 
 def test_a_new_line_is_no_part_of_a_ray_token(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "tok\n")
-    with answering(NO_NODES) as server:
-        found = find_cluster(f"http://127.0.0.1:{server.server_port}")
+    with answering(lambda path: NO_NODES) as server:
+        found = find_cluster(server.url)
         assert found is not None
         get_resources(found)
         assert server.seen[1] == "Bearer tok"

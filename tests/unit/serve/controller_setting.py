@@ -5,8 +5,8 @@ administration are real.
 """
 
 import asyncio
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment, StateFile
+from shoal.serve.messages.counts import ModelCounts
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
@@ -155,9 +156,14 @@ class Cluster:
         self.poll(replica)
         return replica
 
-    def tell(self, replica: FakeReplica) -> None:
+    def tell(self, replica: FakeReplica, counts: ModelCounts | None = None) -> None:
         replica.heard_s = self.now_s
-        self.controller.report(replica.report())
+        heard = replica.report()
+        self.controller.report(replace(heard, models={"m": replace(heard.models["m"], counts=counts)}))
+
+    def tell_all(self) -> None:
+        for replica in self.replicas.values():
+            self.tell(replica)
 
     def is_waited_for(self, replica: FakeReplica) -> bool:
         """Whether a rollout has to wait for this one: it may be asked, and lives as far as anybody knows."""
@@ -183,6 +189,17 @@ class Cluster:
         self.ask(action, **change)
         self.settle()
         return int(self.rollout.stable)
+
+    def open_canary(self, version: int) -> None:
+        self.change("canary", version=version, percent=10)
+
+    def redeploy(self, version: str, options: Mapping[str, Any] = OPTIONS, **more: bool) -> None:
+        self.controller.redeploy(Deployment("m", "/registry", version, dict(options)), **more)
+
+    def spoil(self, *versions: int) -> None:
+        """No replica can stage these, and each can stage all others."""
+        for replica in self.replicas.values():
+            replica.bad = set(versions)
 
     def refusal(self, action: str, **change: Any) -> InferenceError:
         """What an administrator is told who asks for what is refused at once."""

@@ -85,12 +85,11 @@ def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with
 
 
 def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan(cluster: Cluster) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     known = cluster.controller.plan.generation
     cluster.file.remove()
     cluster.start_controller()
-    for replica in cluster.replicas.values():
-        cluster.tell(replica)
+    cluster.tell_all()
     assert cluster.controller.plan.generation > known
     assert cluster.rollout.phase is Phase.FLIPPING  # of the first version, again: nobody has heard of it
     cluster.settle()
@@ -101,7 +100,7 @@ def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan
 def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Cluster, pad_value: float) -> None:
     options = ModelOptions(ragged="pad", pad_value=pad_value).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.start_controller()
     cluster.settle()
     assert cluster.rollout.phase is Phase.CANARY
@@ -123,7 +122,7 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
 def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
     cluster: Cluster,
 ) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.controller.drop_candidate("m", "guard", "slow")
     cluster.ask("promote", version=2)
     for replica in cluster.replicas.values():
@@ -132,15 +131,14 @@ def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_i
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     assert cluster.rollout.phase is Phase.CANARY
     for name in list(cluster.replicas):
         del cluster.replicas[name]
         cluster.add()
         cluster.settle()
         cluster.now_s += LEASE_S + 1.0
-        for replica in cluster.replicas.values():
-            cluster.tell(replica)
+        cluster.tell_all()
         cluster.controller.tick()
     cluster.settle()
     assert cluster.rollout.phase is Phase.STEADY
@@ -159,8 +157,7 @@ def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: C
             if dies == "in order":  # its health check fails as it loads, and Serve stops it
                 cluster.controller.leave(name)
         cluster.now_s += LEASE_S + 1
-        for replica in cluster.replicas.values():
-            cluster.tell(replica)
+        cluster.tell_all()
         cluster.controller.tick()
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 2)
@@ -169,7 +166,7 @@ def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: C
 
 def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
     """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     before = steps(cluster)
 
     async def leave_while_following() -> None:
@@ -190,7 +187,7 @@ def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> 
 
 
 def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     late = cluster.add()
     late.stage_one()
     cluster.tell(late)
@@ -204,7 +201,7 @@ def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cl
 
 
 def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Cluster) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.add().bad.add(2)
     cluster.settle()
     assert cluster.position == (Phase.STEADY, 1)
@@ -212,7 +209,7 @@ def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Clust
 
 
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.catalogue.away = True
     assert "cannot be moved" in str(cluster.refusal("promote", timeout_s=1.0))
     assert cluster.position == (Phase.CANARY, 1)
@@ -221,7 +218,7 @@ def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluste
 def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.catalogue.promote("m", 2, "champion")
     looks = iter([2])
 
@@ -268,7 +265,7 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
 def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:
     options = ModelOptions(guard=GuardOptions(metric=looked_at)).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     refusal = cluster.refusal("metric", metric="acuracy", value=0.1)
     assert (refusal.status, refusal.message) == (400, words)
     assert cluster.rollout.phase is Phase.CANARY
@@ -294,9 +291,7 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
             counted[name].count_request(1, 200, 0.01)
 
     def report(name: str) -> None:
-        heard = cluster.replicas[name].report()
-        models = {"m": replace(heard.models["m"], counts=counted[name].snapshot())}
-        cluster.controller.report(replace(heard, models=models))
+        cluster.tell(cluster.replicas[name], counted[name].snapshot())
 
     def rate() -> float:
         (model,) = book.describe_endpoint()["models"]
@@ -336,7 +331,7 @@ def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_sta
     assert cluster.rollout.phase is Phase.CANARY
     cluster.change("shadow", version=2, percent=0)
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (Phase.STEADY, 1, 0)
-    cluster.change("canary", version=3, percent=10)
+    cluster.open_canary(3)
     for percent in (20, 0):
         cluster.change("shadow", percent=percent)
         assert cluster.rollout.shares == TrafficShares(10, percent)
@@ -347,7 +342,7 @@ def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) ->
     cluster.controller.tick()
     (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
     assert model["reason"] == "the registry is gone"
-    cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
+    cluster.redeploy("1")
     cluster.controller.tick()
     (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
     assert model["reason"] == ""
@@ -456,9 +451,7 @@ def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> 
             "used_ratio": LibraryMetric("gauge", "A share", 0.5),
         }
         for replica in cluster.replicas.values():
-            heard = replica.report()
-            models = {"m": replace(heard.models["m"], counts=ModelCounts(others=others))}
-            cluster.controller.report(replace(heard, models=models))
+            cluster.tell(replica, ModelCounts(others=others))
 
     report(100, [50, 0, 0])
     book.sample()

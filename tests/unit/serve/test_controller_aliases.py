@@ -1,7 +1,6 @@
 """What an alias is followed to, also in a bucket that fails, and when what failed once is tried again."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from shoal.errors import ConfigError, RegistryError, StoreError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
-from shoal.serve.controller.state import Deployment
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec import model_source
 from shoal.serve.spec.model_source import RegistryCatalogue
@@ -35,7 +33,7 @@ def cluster(tmp_path: Path) -> Any:
 
 
 def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluster: Cluster) -> None:
-    cluster.change("canary", version=4, percent=10)
+    cluster.open_canary(4)
     cluster.change("rollback")
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 4)
     cluster.catalogue.stack.append(4)
@@ -44,7 +42,7 @@ def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluste
 
 
 def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cluster) -> None:
-    cluster.change("canary", version=4, percent=10)
+    cluster.open_canary(4)
     cluster.catalogue.stack.append(3)  # which waits for the canary's end
     cluster.settle()
     assert cluster.position == (Phase.CANARY, 1)
@@ -63,8 +61,7 @@ def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cl
 def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
     cluster: Cluster, restarted: bool
 ) -> None:
-    for replica in cluster.replicas.values():
-        replica.bad = {4}
+    cluster.spoil(4)
     cluster.catalogue.stack = [4]
     cluster.settle()
     attempts = cluster.rollout.attempt
@@ -72,8 +69,7 @@ def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it
         cluster.start_controller()
     cluster.settle()
     assert (cluster.rollout.stable, cluster.rollout.refused, cluster.rollout.attempt) == (1, 4, attempts)
-    for replica in cluster.replicas.values():
-        replica.bad = set()
+    cluster.spoil()
     cluster.catalogue.stack = [1]
     cluster.settle()
     cluster.catalogue.stack = [4]
@@ -95,7 +91,7 @@ def test_a_version_that_is_followed_as_a_canary_takes_over_once_the_guard_has_se
     cluster: Cluster,
 ) -> None:
     options = {**OPTIONS, "follow": "canary"}
-    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    cluster.redeploy("champion", options)
     counted = {name: ModelStatistics("m") for name in cluster.replicas}
 
     def follow(version: int) -> tuple[Phase, int, int]:
@@ -107,9 +103,7 @@ def test_a_version_that_is_followed_as_a_canary_takes_over_once_the_guard_has_se
         for name, replica in cluster.replicas.items():
             for _ in range(num_requests):
                 counted[name].count_request(version, status, 0.01)
-            heard = replica.report()
-            models = {"m": replace(heard.models["m"], counts=counted[name].snapshot())}
-            cluster.controller.report(replace(heard, models=models))
+            cluster.tell(replica, counted[name].snapshot())
         cluster.now_s += 1.0
         for replica in cluster.replicas.values():
             cluster.poll(replica)
@@ -146,8 +140,7 @@ def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(
 
 def test_a_model_that_could_not_be_added_goes_though_nobody_waits_for_it_any_more(cluster: Cluster) -> None:
     """Else no replica that starts could say that it is ready."""
-    for replica in cluster.replicas.values():
-        replica.bad = {2}
+    cluster.spoil(2)
     cluster.controller.remove_model("m", "me", "")
     cluster.ask("deploy", version=2)
     cluster.asked.pop().cancel()
@@ -194,7 +187,7 @@ def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: C
     cluster.catalogue.promote("m", 4, "champion")
     cluster.controller.tick()
     cluster.ask("rollback", from_version=4)
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
     assert cluster.position == (Phase.STEADY, 1)
@@ -221,7 +214,7 @@ def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandone
     cluster.change("deploy", version=1)
     for replica in cluster.replicas.values():
         replica.bad = {2}
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     assert cluster.rollout.refused == 2
     assert cluster.controller.state.models["m"].deployment.version == "1"
 
@@ -229,7 +222,7 @@ def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandone
 @pytest.mark.parametrize("action", ["deploy", "promote"])
 def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
     if action == "promote":
-        cluster.change("canary", version=2, percent=10)
+        cluster.open_canary(2)
         cluster.add()  # which has to load the candidate first
     change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
     waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
@@ -241,7 +234,7 @@ def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, act
 
 def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_not_followed(cluster: Cluster) -> None:
     """It is written down before the version is staged: between the two it may die, or the disk be full."""
-    cluster.controller.redeploy(Deployment("m", "/registry", "3", OPTIONS), is_on_trial=True)
+    cluster.redeploy("3", is_on_trial=True)
     cluster.start_controller()
     assert cluster.controller.state.models["m"].deployment.version == "champion"
     cluster.catalogue.promote("m", 2, "champion")
@@ -251,7 +244,7 @@ def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_n
 
 def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(cluster: Cluster) -> None:
     """None of them is ready until it has the new model too; an endpoint that scales down stops them in order."""
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     for name, replica in list(cluster.replicas.items()):
         replica.is_ready = False
         cluster.tell(replica)
@@ -286,7 +279,7 @@ def test_an_alias_that_moved_while_the_endpoint_slept_is_followed_when_it_wakes(
 
 @pytest.mark.parametrize("word", ["1", "champion", "latest"])
 def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, word: str) -> None:
-    cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
+    cluster.redeploy(word)
     cluster.settle()
     for version in (2, 3, 4):
         assert cluster.change("promote", version=version) == version
@@ -295,7 +288,7 @@ def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, w
     assert cluster.change("promote", version=2) == 2
     assert cluster.change("rollback") == 3
     cluster.start_controller()  # which reads its file
-    cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
+    cluster.redeploy(word)
     cluster.settle()
     assert cluster.change("rollback") == 1  # 2 was withdrawn
     refused = cluster.refusal("rollback")
@@ -303,14 +296,14 @@ def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, w
 
 
 def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(cluster: Cluster) -> None:
-    cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
+    cluster.redeploy("1")
     cluster.settle()
     for version in (2, 3):
         cluster.change("promote", version=version)
     cluster.change("shadow", version=2, percent=10)
     cluster.change("rollback")  # the end of a shadow says nothing against it
     assert cluster.rollout.previous == 2
-    cluster.change("canary", version=2, percent=10)
+    cluster.open_canary(2)
     cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
     assert cluster.change("rollback") == 1

@@ -127,7 +127,7 @@ def _show_run(run: Run) -> Iterator[object]:
         ("duration", format_duration(run.duration_s)),
         ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
-        ("command", run.command),
+        ("command", run.list_commands()[-1]),
         ("spaces", describe_spaces(run)),
         ("files", str(run.folder)),
     ]

@@ -27,15 +27,20 @@ def answer_json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object of a request for a change. Raises ConfigError for another body, and one that is too long."""
-    body = b""
+async def read_bytes(request: Request, most: int) -> bytes:
+    """The body of a request. Raises ConfigError for more than `most` bytes."""
+    body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ConfigError("body", f"{len(body):,} bytes", "is too long", f"send {MAX_BODY_BYTES:,} at most")
+        if len(body) > most:
+            raise ConfigError("body", f"{len(body):,} bytes", "is too long", f"send {most:,} at most")
+    return bytes(body)
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON object of a request for a change. Raises ConfigError for another body, and one that is too long."""
     try:
-        content: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        content: dict[str, Any] = msgspec.json.decode(await read_bytes(request, MAX_BODY_BYTES), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("body", "***", f"is no JSON object: {error}") from None
     return content

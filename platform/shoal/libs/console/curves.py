@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,11 +18,9 @@ SAMPLE_STEPS = 500
 class RunCurves:
     """Of one run.
 
-    incarnation: a run that is resumed replaces values, and is read again
-    read_times:  when the newest value of each metric was logged that had been read; Unix seconds
+    read_times: when the newest value of each metric was logged that had been read; Unix seconds
     """
 
-    incarnation: int
     curves: dict[str, MetricHistory] = field(default_factory=dict)
     last_step: int = -1
     read_times: dict[str, float] = field(default_factory=dict)
@@ -60,26 +58,17 @@ class CurveCache:
     """The curves of the runs that were looked at last. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[str, RunCurves] = OrderedDict()
-        self._lock = threading.Lock()
+        # A run that is resumed replaces values, and is read again.
+        self._find = lru_cache(MAX_RUNS)(lambda run_id, incarnation: RunCurves())
 
     def sample(self, run: Run) -> dict[str, MetricHistory] | None:
         """Curves of a sample of the steps, at once; None when all values are in memory."""
-        with self._lock:
-            known = self._runs.get(run.id)
-        if known is not None and known.last_step >= 0:  # otherwise another page's request is reading it
-            return None
-        return sample_curves(run, SAMPLE_STEPS)
+        is_read = self._find(run.id, run.incarnation).last_step >= 0  # otherwise another page's request is reading it
+        return None if is_read else sample_curves(run, SAMPLE_STEPS)
 
     def read(self, run: Run) -> dict[str, MetricHistory]:
         """All curves as they are now."""
-        with self._lock:
-            known = self._runs.get(run.id)
-            if known is None or known.incarnation != run.incarnation:
-                known = self._runs[run.id] = RunCurves(run.incarnation)
-            self._runs.move_to_end(run.id)
-            while len(self._runs) > MAX_RUNS:
-                self._runs.popitem(last=False)
+        known = self._find(run.id, run.incarnation)
         with known.lock:
             known.extend(run)
             return dict(known.curves)

@@ -90,7 +90,7 @@ def listen(spec: ConsoleSpec) -> Listening:
     except OSError as error:
         remedy = "choose another port, or 0 for a free one"
         raise ClusterError(
-            f"the console cannot listen at {spec.host}:{spec.port}: {error.strerror}: {remedy}"
+            f"the console cannot listen at {spec.host}:{spec.port}: {os.strerror(error.errno or 0)}: {remedy}"
         ) from None
     own, port = opened.getsockname()[:2]
     is_local, host = is_loopback(own), f"[{spec.host}]" if ":" in spec.host else spec.host

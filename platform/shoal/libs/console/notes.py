@@ -9,8 +9,10 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from shoal.atomic_file import connect_private
 from shoal.errors import ConfigError, RunError
@@ -23,12 +25,14 @@ _TABLE = """CREATE TABLE IF NOT EXISTS notes (
     run TEXT PRIMARY KEY, note TEXT NOT NULL, tags TEXT NOT NULL, archived INTEGER NOT NULL) WITHOUT ROWID"""
 
 
-@dataclass(frozen=True)
-class RunNote:
+Tag = Annotated[str, Meta(pattern=r"\S", max_length=MAX_TAG_CHARS)]
+
+
+class RunNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one run. archived: lists leave it out unless asked"""
 
-    note: str = ""
-    tags: tuple[str, ...] = ()
+    note: Annotated[str, Meta(max_length=MAX_NOTE_CHARS)] = ""
+    tags: Annotated[tuple[Tag, ...], Meta(max_length=MAX_TAGS)] = ()
     archived: bool = False
 
 
@@ -41,12 +45,15 @@ def read_notes() -> dict[str, RunNote]:
 
 def change_note(run_id: str, changes: Mapping[str, Any]) -> RunNote:
     """Replace some fields of a run's note. Raises ConfigError for values that do not fit."""
-    checked = _check(changes)
     with _connect() as connection:
         connection.execute("BEGIN IMMEDIATE")
         row = connection.execute("SELECT note, tags, archived FROM notes WHERE run = ?", (run_id,)).fetchone()
         before = RunNote() if row is None else RunNote(row[0], tuple(json.loads(row[1])), bool(row[2]))
-        note = replace(before, **checked)
+        try:
+            note = msgspec.convert({**msgspec.structs.asdict(before), **changes}, RunNote)
+        except msgspec.ValidationError as error:
+            raise ConfigError("note", changes, f"is no note, tags, or archived: {error}") from None
+        note = msgspec.structs.replace(note, tags=tuple(dict.fromkeys(each.strip() for each in note.tags)))
         values = (run_id, note.note, json.dumps(note.tags), note.archived)
         connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?, ?)", values)
         connection.execute("COMMIT")
@@ -67,21 +74,3 @@ def _connect() -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.Error as error:
         raise RunError(f"the notes of runs in {path} cannot be read or written: {error}") from error
-
-
-def _check(changes: Mapping[str, Any]) -> dict[str, Any]:
-    checked: dict[str, Any] = {}
-    for name, value in changes.items():
-        match name, value:
-            case "note", str() if len(value) <= MAX_NOTE_CHARS:
-                checked[name] = value
-            case "tags", list() if len(value) <= MAX_TAGS and all(
-                isinstance(each, str) and 0 < len(each.strip()) <= MAX_TAG_CHARS for each in value
-            ):
-                checked[name] = tuple(dict.fromkeys(each.strip() for each in value))
-            case "archived", bool():
-                checked[name] = value
-            case _:
-                remedy = f"a note of {MAX_NOTE_CHARS:,} letters, {MAX_TAGS} tags of {MAX_TAG_CHARS}, or archived"
-                raise ConfigError(name, value, "is no part of a note", remedy)
-    return checked

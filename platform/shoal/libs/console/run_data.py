@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shoal.extend.cost import MEASURED, PREDICTED, build_cost_panel
 from shoal.extend.runs import (
+    FOLDED,
     HIDDEN,
     MEAN_RETURN,
     PANELS,
+    RETURNS,
     VALIDATION,
     Count,
     EventRecord,
@@ -29,6 +33,7 @@ from shoal.extend.runs import (
     format_size,
     format_warning,
     list_counts,
+    load,
     summarize_metrics,
 )
 from shoal.plugins.find import find_optional
@@ -37,15 +42,37 @@ MAX_EVENTS = 500
 MAX_DRAWN = 8
 PICTURES = "pictures"  # a folder of a run's folder
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
-_drawn: OrderedDict[tuple[object, ...], list[Panel]] = OrderedDict()
 _drawing = threading.Lock()
 
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Everything of the record except the histories; `fields`: the spec, by the paths of its fields."""
-    panels = find_panels(run.kind)
-    named = {"kind": run.kind.value, "incarnation": run.incarnation, "fields": read_fields(run), "read_at": time.time()}
-    return {**run.to_dict(), **named, "titles": panels.titles, "hidden": panels.hidden}
+    panels, fields = find_panels(run.kind), read_fields(run)
+    targets = _find_targets(fields)
+    return {
+        **run.to_dict(),
+        **{name: getattr(panels, name) for name in ("titles", "hidden", "folded", "opens_on")},
+        "name": getattr(run, "name", None),
+        "kind": run.kind.value,
+        "incarnation": run.incarnation,
+        "fields": fields,
+        "read_at": time.time(),
+        "commands": run.list_commands(),
+        "targets": targets,
+        "criteria": [*targets, *(run.best() or ())[:1], *panels.criteria],
+    }
+
+
+def _find_targets(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics at whose values the run ends, and these values."""
+    targets = {
+        f"{RETURNS}{path.split('.')[1]}" if "." in path else MEAN_RETURN: value
+        for path, value in fields.items()
+        if path.endswith("target_return") and value is not None
+    }
+    if (metric := fields.get("stop.target.metric")) is not None:
+        targets[f"{VALIDATION}{metric}"] = fields["stop.target.value"]
+    return targets
 
 
 def read_fields(run: Run) -> dict[str, Any]:
@@ -71,13 +98,8 @@ def describe_panels(run: Run) -> list[Panel]:
     What a library draws is drawn again only after a new event; one run at a time, for it takes a second of a processor.
     """
     panels, events = find_panels(run.kind), run.last_events()
-    key = (str(run.folder), run.incarnation, *(each.number for each in run.read_events(most=1)))
     with _drawing:
-        if key not in _drawn:
-            _drawn[key] = list(panels.panels(run))
-            while len(_drawn) > MAX_DRAWN:
-                _drawn.popitem(last=False)
-        drawn = _drawn[key]
+        drawn = _draw(run.folder, run.incarnation, *(each.number for each in run.read_events(most=1)))
     found = sorted((run.folder / PICTURES).glob("*.png"))
     shown = [path for path in found if path.stat().st_size <= MAX_PICTURE_BYTES][:MAX_PICTURES]
     event = events.get("staleness", {})
@@ -93,7 +115,12 @@ def describe_panels(run: Run) -> list[Panel]:
         build_cost_panel({"predicted": events.get(PREDICTED, {}), "measured": events.get(MEASURED, {})}),
         Panel(title="checkpoints", note="on this host", header=("step", "size"), rows=rows),
         Panel(title="pictures", pictures=[(path.stem, encode_picture(path.read_bytes())) for path in shown]),
-        Panel(title="staleness τ of the updates", note=note, counts=bars),
+        Panel(
+            title="staleness τ of the updates",
+            note=note,
+            about="By how many updates the weights were behind from which an update was computed.",
+            counts=bars,
+        ),
         Panel(
             title="all metrics",
             header=("name", "newest", "lowest", "highest"),
@@ -105,7 +132,7 @@ def describe_panels(run: Run) -> list[Panel]:
         Panel(
             title="how to reproduce",
             note="tracked files had changes that no commit holds" if run.git_dirty else "",
-            commands=[*([f"git checkout {run.git_revision}"] if run.git_revision else []), run.command],
+            commands=[*([f"git checkout {run.git_revision}"] if run.git_revision else []), *run.list_commands()],
         ),
     ]
     return [
@@ -114,6 +141,13 @@ def describe_panels(run: Run) -> list[Panel]:
         *drawn,
         *(each for each in others if each.counts or each.rows or each.pictures or each.commands),
     ]
+
+
+@lru_cache(MAX_DRAWN)
+def _draw(folder: Path, *state: int) -> Sequence[Panel]:
+    """What the library of its kind shows of the run with this folder, in this state."""
+    run = load(folder.name)
+    return list(find_panels(run.kind).panels(run))
 
 
 def _list_cards(run: Run, cards: Mapping[str, str]) -> Panel:
@@ -151,7 +185,7 @@ COMMON = RunPanels(
         "steps/per_s": "Environment steps a second",
         "learner/loss": "Learner loss",
         "learner/entropy": "Policy entropy",
-        "learner/policy_lag": "Policy lag (versions)",
+        "learner/policy_lag": "Policy lag (versions behind the newest)",
         "learner/clip_fraction": "Share of clipped steps",
         "learner/rho_clip_fraction": "Share of clipped importance weights",
         "learner/explained_variance": "Variance of returns that the value explains",
@@ -161,7 +195,7 @@ COMMON = RunPanels(
         "learner/demonstration_weight": "Weight of demonstrations in the loss",
         "learner/demonstration_share": "Share of demonstrations in a sample",
         "learner/cloning_loss": "Cross entropy of what was shown",
-        "queue/depth": "Queue depth (segments)",
+        "queue/depth": "Segments (pieces of episodes) that wait",
         "endpoint/requests_per_s": "Endpoint requests a second",
         "train/loss": "Training loss",
         "train/learning_rate": "Learning rate",
@@ -188,6 +222,8 @@ COMMON = RunPanels(
         "wait/communication": "waiting for peers",
     },
     hidden=HIDDEN,
+    criteria=(MEAN_RETURN, RETURNS, VALIDATION, "evaluation/", "episode/", "train/loss", "learner/loss", "loss"),
+    folded=FOLDED,
 )
 
 
@@ -196,5 +232,11 @@ def find_panels(kind: RunKind) -> RunPanels:
     own: RunPanels | None = find_optional(kind, PANELS)
     if own is None:
         return COMMON
-    hidden = (*COMMON.hidden, *own.hidden)
-    return RunPanels({**COMMON.titles, **own.titles}, {**COMMON.cards, **own.cards}, hidden, own.panels)
+    return replace(
+        own,
+        titles={**COMMON.titles, **own.titles},
+        cards={**COMMON.cards, **own.cards},
+        hidden=(*COMMON.hidden, *own.hidden),
+        criteria=(*own.criteria, *COMMON.criteria),
+        folded=(*own.folded, *COMMON.folded),
+    )

@@ -5,11 +5,11 @@ A row and the notes of each; its panels, its curves, its events, what its proces
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,7 +27,7 @@ from shoal.extend.runs import (
     thin,
 )
 from shoal.libs.console import run_data
-from shoal.libs.console.answers import answer_json, audit, load_exactly, read_body, read_number
+from shoal.libs.console.answers import answer_json, audit, load_exactly, read_number, with_fields
 from shoal.libs.console.curves import CurveCache
 from shoal.libs.console.notes import RunNote, change_note, read_notes, remove_notes
 
@@ -36,7 +36,7 @@ MAX_POINTS = 4000
 MAX_OUTPUT_BYTES = 1 << 17
 _CURVES = CurveCache()
 _FIELDS = (
-    *("id", "job", "title", "created_at", "finished_at"),
+    *("id", "name", "job", "title", "created_at", "finished_at"),
     *("host", "owner", "copied_from", "error", "git_revision"),
 )
 
@@ -48,7 +48,7 @@ def list_rows(request: Request) -> Response:
     pinned = read_newest([run for run, _ in listed], request.query_params.getlist("metrics"))
     rows = [
         {
-            **{name: getattr(run, name) for name in _FIELDS},
+            **{name: getattr(run, name, None) for name in _FIELDS},
             **asdict(notes.get(run.id, RunNote())),
             "status": run.status.value,
             "duration_s": None if run.status is Status.RUNNING else run.duration_s,  # rows without news are equal
@@ -66,14 +66,9 @@ def list_metrics(request: Request) -> Response:
     return answer_json(list_metric_names())
 
 
-async def change(request: Request) -> Response:
+def change(request: Request, changes: Mapping[str, Any]) -> Response:
     """Change the note, the tags, or whether it is archived."""
-    changes = await read_body(request)
-    return answer_json(await asyncio.to_thread(_change, request.path_params["run"], changes))
-
-
-def _change(run_id: str, changes: dict[str, Any]) -> dict[str, Any]:
-    return asdict(change_note(load_exactly(run_id).id, changes))
+    return answer_json(change_note(load_exactly(request.path_params["run"]).id, changes))
 
 
 def remove(request: Request) -> Response:
@@ -100,15 +95,11 @@ def describe_panels(request: Request) -> Response:
     return answer_json({"panels": panels, "quarantined": quarantined, "without_credit": shortage})
 
 
-async def release(request: Request) -> Response:
+def release(request: Request, fields: Mapping[str, Any]) -> Response:
     """Release an `actor` from quarantine, as `shoal release` does."""
-    run_id, actor = request.path_params["run"], str((await read_body(request)).get("actor", ""))
-
-    def act() -> None:
-        with audit(request, "release", run=run_id, actor=actor):
-            release_in_run(load_exactly(run_id).folder, actor)
-
-    await asyncio.to_thread(act)
+    run_id, actor = request.path_params["run"], str(fields.get("actor", ""))
+    with audit(request, "release", run=run_id, actor=actor):
+        release_in_run(load_exactly(run_id).folder, actor)
     return answer_json({"released": actor})
 
 
@@ -146,11 +137,11 @@ def read_log(request: Request) -> Response:
 ROUTES = [
     Route("/api/runs", list_rows),
     Route("/api/metrics", list_metrics),
-    Route("/api/runs/{run}", change, methods=["PATCH"]),
+    Route("/api/runs/{run}", with_fields(change), methods=["PATCH"]),
     Route("/api/runs/{run}", remove, methods=["DELETE"]),
     Route("/api/runs/{run}", describe_run),
     Route("/api/runs/{run}/panels", describe_panels),
-    Route("/api/runs/{run}/release", release, methods=["POST"]),
+    Route("/api/runs/{run}/release", with_fields(release), methods=["POST"]),
     Route("/api/runs/{run}/curves", read_curves),
     Route("/api/runs/{run}/events", list_events),
     Route("/api/runs/{run}/log", read_log),

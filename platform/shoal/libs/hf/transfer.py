@@ -143,7 +143,7 @@ def _register(
     travelling = task.registration()
     signature = task.signature()
     assert travelling is not None
-    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
+    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args or {})}
     with open_draft() as draft:
         network, types, tensors = _open_weights(task, init)
         if signature is None:

@@ -144,4 +144,6 @@ def build_member_table(last: Mapping[str, Any], metric: str, higher_is_better: b
     return Panel(title="members after the last round", header=header, rows=rows)
 
 
-PANELS = RunPanels(hidden=("member/",), panels=build_panels)
+PANELS = RunPanels(
+    hidden=("member/",), criteria=("population/",), folded=("population/member_steps",), panels=build_panels
+)

@@ -17,5 +17,7 @@ PANELS = RunPanels(
         "stream/duplicates": "Duplicates, not learnt",
         "stream/drifts": "Drifts noticed",
     },
+    criteria=("prequential/",),
+    folded=("stream/",),
     cards={"stream/per_s": "messages a second", "stream/lag_p99_ms": "lag, p99 (ms)", "stream/malformed": "malformed"},
 )

@@ -1,4 +1,4 @@
-"""The panels of a sweep: the score over each parameter, which parameters mattered, and all trials.
+"""The panels of a sweep: its best trial, all trials, which parameters mattered, and the score over each.
 
 Importance is the fANOVA of Hutter, Hoos and Leyton-Brown (ICML 2014), estimated by sampling: a random forest predicts
 the score from the parameters; a parameter's importance is the variance of the forest's mean prediction over its values,
@@ -59,9 +59,9 @@ def build_panels(run: Run) -> list[Panel]:
     table = build_trial_table(sweep, has_runs=True)
     return [
         *best,
+        replace(table, note=f"{len(numbers):,} of {sweep.num_trials:,}, best first"),
         build_importance(parameters, scores),
         *draw_scores(parameters, scores, find_logarithmic(run.spec)),
-        replace(table, note=f"{len(numbers):,} of {sweep.num_trials:,}, best first"),
     ]
 
 
@@ -144,4 +144,4 @@ def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) ->
     return float(predicted.reshape(NUM_VALUES, -1).mean(axis=1).var())
 
 
-PANELS = RunPanels(hidden=("trial-",), panels=build_panels)
+PANELS = RunPanels(hidden=("trial-",), opens_on="panels", panels=build_panels)

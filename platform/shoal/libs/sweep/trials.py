@@ -186,7 +186,7 @@ def build_trial_table(sweep: Sweep, *, has_runs: bool = False) -> Panel:
         values = (format_value(trial.parameters.get(path, "")) for path in paths)
         state = (f"{trial.state.value}{copied}{reason}", TONES[trial.state])
         row: list[Cell] = [str(trial.number), (score, "best") if is_best else score, f"{trial.step:,}", *values, state]
-        rows.append([*row, *[trial.run_id] * has_runs])
+        rows.append([*row, *[(trial.run_id, "run")] * has_runs])
     return Panel(title="all trials", note="best first", header=header, rows=rows)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.extend.registry import Signature
-from shoal.extend.train import Callback, Hook, Task
+from shoal.extend.runs import format_value
+from shoal.extend.train import Callback, Hook, Registration, Task
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import LIMIT_S, TreesPeer
+
+MAX_NAMED = 20  # of the categories of a column, which a registered version names
 
 
 class TableTask(Task):
@@ -99,6 +103,19 @@ class TableTask(Task):
 
     def adopt_fitted(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"encoders": {**theirs["encoders"], "num_rows": self.encoders.num_rows}}
+
+    def registration(self) -> Registration:
+        encoders = self.encoders
+        source = str(self._source)
+        words = {each.name: each.vocabulary for each in encoders.columns if each.vocabulary}
+        lineage: dict[str, Any] = {
+            "file": source if "://" in source else source and str(Path(source).resolve()),
+            "rows": encoders.num_rows,
+            "target": encoders.target.name,
+            "classes": encoders.target.classes,
+            "categories": {name: format_value(each, MAX_NAMED) for name, each in words.items()},
+        }
+        return Registration(lineage={name: value for name, value in lineage.items() if value})
 
     def model(self) -> nn.Module:
         encoders = self.encoders

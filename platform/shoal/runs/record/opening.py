@@ -224,7 +224,8 @@ def _claim_run(
     )
     incarnation = int(row["incarnation"]) + 1
     if is_resumed:
-        details = json.dumps({"after": row["status"], "incarnation": incarnation})
+        command = escape_text(command_line())
+        details = json.dumps({"after": row["status"], "incarnation": incarnation, "command": command})
         connection.execute(INSERT_EVENT, (number, now, "resumed", details))
         connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
     if spec is not None:

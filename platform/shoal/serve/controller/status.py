@@ -34,6 +34,8 @@ from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
+MINUTE_S = 60.0
+MAX_HISTORY = 240  # minutes with requests, of all versions of a model
 NUM_EVENTS = 50
 LONG_FORWARD_S = 2.0  # a longer forward shows in the status while it runs
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
@@ -65,6 +67,10 @@ class StatusReporter:
         self._sampled_s = -SAMPLE_S
         # By model and replica, also of those that have ended.
         self._totals: dict[str, dict[str, VersionCounts]] = defaultdict(dict)
+        self._minute: tuple[float, Counts] = (clock(), {})  # when the present one began, and the counts then
+        self._history: defaultdict[str, deque[tuple[float, int, float, float | None]]] = defaultdict(
+            lambda: deque(maxlen=MAX_HISTORY)
+        )
         self.wanted = ""
 
     def sample(self) -> None:
@@ -77,6 +83,22 @@ class StatusReporter:
             for replica, models in counted.items():
                 for name, counts in models.items():
                     self._totals[name][replica] = counts.sum_requests()
+            begun_s, minute = self._minute
+            self._minute = (begun_s, {**counted, **minute})
+            if now_s - begun_s >= MINUTE_S:
+                self._remember()
+                self._minute = (now_s, counted)
+
+    def _remember(self) -> None:
+        """Add the minute that has ended to the history of each model."""
+        ended_at = time.time()
+        for name in self._controller.state.models:
+            counts = _merge_present(report.counts for report in self._controller.store.list_reports(name))
+            before_s, before = self._find_before([self._minute], name)
+            for version in counts.versions if counts else ():
+                each = build_version_status(version, "", 0.0, counts, before, before_s)
+                if each.requests_per_s:
+                    self._history[name].append((ended_at, version, each.requests_per_s, each.p99_s))
 
     def describe_endpoint(self) -> dict[str, Any]:
         """The full document, an `EndpointStatus`."""
@@ -118,7 +140,7 @@ class StatusReporter:
         is_open = rollout.phase is Phase.CANARY
         options = ModelOptions.parse(deployment.options)
         counts = _merge_present(report.counts for report in reports)
-        before_s, before = self._counts_before_window(name)
+        before_s, before = self._find_before(self._samples, name)
         slowest: dict[int, float] = {}  # the slowest replica's forward of so many rows: a safe estimate
         for rows, seconds in (each for report in reports for each in report.latency):
             slowest[rows] = max(slowest.get(rows, 0.0), seconds)
@@ -152,6 +174,7 @@ class StatusReporter:
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
             evidence=_build_evidence(*controller.collect_evidence(name)) if is_open else None,
             metrics=_summarize_metrics(counts, before, before_s),
+            history=list(self._history[name]),
         )
         if not deployment.is_live:
             return status
@@ -166,16 +189,16 @@ class StatusReporter:
             candidate=controller.live.find_candidate(name) if is_open else 0,
         )
 
-    def _counts_before_window(self, name: str) -> tuple[float, ModelCounts | None]:
-        """The present replicas' counts when the window began, and how many seconds ago that was. A later replica's
+    def _find_before(self, samples: Sequence[tuple[float, Counts]], name: str) -> tuple[float, ModelCounts | None]:
+        """The present replicas' counts when the samples began, and how many seconds ago that was. A later replica's
         counts are those of its first report: it may have served long before this controller started."""
-        if not self._samples:
+        if not samples:
             return 0.0, None
         before = []
         for report in self._controller.reports.values():
-            first = next((counts[report.replica] for _, counts in self._samples if report.replica in counts), None)
+            first = next((counts[report.replica] for _, counts in samples if report.replica in counts), None)
             before.append((_counts(report) if first is None else first).get(name))
-        return self._clock() - self._samples[0][0], _merge_present(before)
+        return self._clock() - samples[0][0], _merge_present(before)
 
 
 def _counts(report: ReplicaReport) -> dict[str, ModelCounts]:

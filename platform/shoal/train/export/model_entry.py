@@ -94,8 +94,9 @@ def register_model(
     snapshot = make_weight_file(outcome.selected_step, outcome.weights)
     travelling, example = _find_registration(factory)
     if travelling is not None:
-        kwargs = {**factory.kwargs, "args": dict(travelling.args)}
-        factory = factory.model_copy(update={"kwargs": kwargs})
+        if travelling.args is not None:
+            kwargs = {**factory.kwargs, "args": dict(travelling.args)}
+            factory = factory.model_copy(update={"kwargs": kwargs})
         if travelling.convert is not None:
             converted = travelling.convert(open_tensors(list_files(outcome.weights)))
             types = {name: (tensor.dtype, tensor.shape) for name, tensor in converted.items()}

@@ -8,7 +8,6 @@ cluster and imports no Ray.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -28,9 +27,13 @@ from shoal.extend.serve import EndpointStatus, read_audit_log
 from shoal.home import home
 from shoal.libs.console.answers import PROGRAM, answer_json, require_session, with_fields
 from shoal.libs.console.serving.readings import SharedReading, wait_for_all
+from shoal.runs import list_runs
 
 CHANGES = ("promote", "rollback", "canary", "shadow")
-MAX_AUDIT, MAX_LINES, MAX_JOBS = 200, 1000, 50
+MAX_AUDIT = 200
+MAX_LINES = 1000
+MAX_JOBS = 50
+MAX_RUNS = 200  # among which the run of a job's process is found
 
 
 class Endpoints:
@@ -39,14 +42,13 @@ class Endpoints:
     def __init__(self) -> None:
         self._listed = SharedReading(list_endpoints)
         self._statuses: dict[str, SharedReading[EndpointStatus]] = {}
-        self._lock = threading.Lock()
 
     def read_all(self) -> list[tuple[FoundEndpoint, SharedReading[EndpointStatus]]]:
         """All of them, each with its newest reading."""
         found = self._listed.get() or []
         if not found and self._listed.problem:
             raise RunError(self._listed.problem)
-        pairs = [(each, self._find_reading(each)) for each in found]
+        pairs = [(each, self._statuses.setdefault(each.url, SharedReading(each.read_status))) for each in found]
         for _, reading in pairs:
             reading.begin()
         wait_for_all([reading for _, reading in pairs])
@@ -60,12 +62,6 @@ class Endpoints:
                 return found, reading
         known = ", ".join(found.name for found, _ in pairs) or "none is up"
         raise RunError(f"there is no endpoint {name!r} here now: {known}")
-
-    def _find_reading(self, found: FoundEndpoint) -> SharedReading[EndpointStatus]:
-        with self._lock:
-            if found.url not in self._statuses:
-                self._statuses[found.url] = SharedReading(found.read_status)
-            return self._statuses[found.url]
 
 
 def list_all(request: Request) -> Response:
@@ -139,16 +135,25 @@ def _describe_cluster(cluster: ClusterHandle) -> dict[str, Any]:
     try:
         with connect(cluster) as client:
             nodes, reservations = list_nodes(client), list_reservations(client)
-        jobs = list_jobs(cluster)[:MAX_JOBS]
+        jobs = list_jobs(cluster, has_drivers=True)[:MAX_JOBS]
+        recorded = list_runs(MAX_RUNS)
     except ShoalError as error:
         return {**described, "problem": str(error)}
+    hosts = {node.address: node.host for node in nodes}
+    writers = {(run.host, str(run.pid)): run for run in reversed(recorded)}
+    runs = {job.submission_id: job.run for job in jobs}
+    for job in jobs:
+        writer = writers.get((hosts.get(job.driver.get("node_ip_address", ""), ""), job.driver.get("pid", "")))
+        if writer is not None and writer.heartbeat_at >= job.started_at_s:  # else the number of its process came again
+            runs[job.submission_id] = job.run or writer.id
     return {
         **described,
         "nodes": [asdict(each) for each in nodes],
-        "reservations": [asdict(each) for each in reservations],
+        "reservations": [{**asdict(each), "run": each.run or runs.get(each.job, "")} for each in reservations],
         "jobs": [
             {
                 "id": job.submission_id,
+                "run": runs[job.submission_id],
                 "status": job.status.value,
                 "started_at": job.started_at_s,
                 "command": mask_command_line(job.entrypoint),

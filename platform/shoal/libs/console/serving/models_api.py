@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from starlette.requests import Request
@@ -25,28 +25,24 @@ from shoal.store import store_url
 
 MAX_DRAWN = 12  # versions of a lineage, beside those with an alias and those that an endpoint serves
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*@[0-9]+")
-_registries: dict[str, Registry] = {}
-_lock = threading.Lock()
 
 
-def _open_registry() -> Registry:
+@cache
+def _open_registry(url: str) -> Registry:
     """One that remembers the manifests that it has read, and waits for no store that is away."""
-    with _lock:
-        url = store_url()
-        if url not in _registries:
-            _registries[url] = Registry()
-            _registries[url].store = _registries[url].store.without_waiting()
-        return _registries[url]
+    registry = Registry()
+    registry.store = registry.store.without_waiting()
+    return registry
 
 
 def list_models(request: Request) -> Response:
     """Every version of every model, oldest first."""
-    return answer_json([_describe_row(each) for each in _open_registry().list()])
+    return answer_json([_describe_row(each) for each in _open_registry(store_url()).list()])
 
 
 def describe_model(request: Request) -> Response:
     """The versions of a model, and the moves of its aliases, oldest first."""
-    registry, name = _open_registry(), request.path_params["name"]
+    registry, name = _open_registry(store_url()), request.path_params["name"]
     versions, aliases = registry.list(name), registry.aliases(name)
     moves = {alias: [each.model_dump() for each in moves] for alias, moves in aliases.moves.items()}
     return answer_json({"versions": [_describe_row(each) for each in versions], "moves": moves})
@@ -54,11 +50,18 @@ def describe_model(request: Request) -> Response:
 
 def describe_version(request: Request) -> Response:
     """Everything of a version's manifest, but for the text of its code."""
-    found = _open_registry().get("{name}@{version}".format(**request.path_params))
+    found = _open_registry(store_url()).get("{name}@{version}".format(**request.path_params))
     manifest = json.loads(found.manifest.model_dump_json(exclude={"model": {"code"}}))
-    code = found.manifest.model.code
-    files = [] if code is None else [*code.files, *code.binary]
-    return answer_json({**manifest, "aliases": list(found.aliases), "location": found.location, "code": files})
+    code, run = found.manifest.model.code, _find_run(found.manifest.run_id)
+    return answer_json(
+        {
+            **manifest,
+            "aliases": list(found.aliases),
+            "location": found.location,
+            "code": [] if code is None else [*code.files, *code.binary],
+            "run": run and {name: getattr(run, name, None) for name in ("name", "title", "owner")},
+        }
+    )
 
 
 def _describe_row(found: ModelVersion) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def roll_back(request: Request, fields: Mapping[str, Any]) -> Response:
 def draw_lineage(request: Request) -> Response:
     """Nodes and edges from what a model's versions were made of to the requests that they answer."""
     name, endpoints = request.path_params["name"], request.app.state.endpoints
-    versions = _open_registry().list(name)
+    versions = _open_registry(store_url()).list(name)
     return answer_json(build_lineage(versions, endpoints, {each.manifest.run_id for each in versions[-100:]}))
 
 
@@ -116,12 +119,13 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
         manifest, run_id = version.manifest, version.manifest.run_id
         number, origins = version.version, list[str]()
         if run_id:
-            title, step = _describe_run(run_id, manifest.weights_version)
-            run = add("run", run_id, run_id, title, f"run/{run_id}")
-            key = f"{run_id} {manifest.weights_version}"
-            origins.append(
-                add("checkpoint", key, f"weights {manifest.weights_version}", step, f"run/{run_id}?checkpoint", run)
-            )
+            recorded, weights = _find_run(run_id), manifest.weights_version
+            step = None if recorded is None else recorded.find_step(weights)
+            title = recorded.title if recorded else "its record is not here"
+            made = add("run", run_id, getattr(recorded, "name", None) or run_id, title, f"run/{run_id}")
+            note = "" if step is None else f"step {step:,}"
+            key, label = f"{run_id} {weights}", f"weights {weights}"
+            origins.append(add("checkpoint", key, label, note, f"run/{run_id}?checkpoint", made))
         for word, value in manifest.lineage.items():
             if isinstance(value, str) and _REFERENCE.fullmatch(value):
                 origins.append(add("base", value, value, word, f"models/{value.replace('@', '/')}"))
@@ -160,14 +164,12 @@ def _find_served(name: str, endpoints: Endpoints) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _describe_run(run_id: str, weights_version: int) -> tuple[str, str]:
-    """Its title, and the step of these weights; "" where the record does not know."""
+def _find_run(run_id: str | None) -> Run | None:
+    """The run that made a version; None where no record of it is here."""
     try:
-        run: Run = load(run_id)
+        return load(run_id) if run_id else None
     except RunError:
-        return "its record is not here", ""
-    step = run.find_step(weights_version)
-    return run.title, "" if step is None else f"step {step:,}"
+        return None
 
 
 ROUTES = [

@@ -33,7 +33,7 @@ from shoal.extend.serve import (
     read_picture,
     request_with_retries,
 )
-from shoal.libs.console.answers import answer_json
+from shoal.libs.console.answers import answer_json, read_bytes
 from shoal.open_inference.messages import ModelMetadata
 
 ANSWER_TIMEOUT_S = 60.0
@@ -86,7 +86,7 @@ async def describe_code(request: Request) -> Response:
     """The code of clients that send this body, of the query's `version` or of the one that answers."""
     found, action, version = await _find(request), *_read_target(request)
     try:
-        content = msgspec.json.decode(await _read_bytes(request))
+        content = msgspec.json.decode(await read_bytes(request, MAX_BODY_BYTES))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("request", "***", f"is no JSON: {error}") from None
     return answer_json(write_code(found.url, request.path_params["model"], action, content, version))
@@ -95,7 +95,7 @@ async def describe_code(request: Request) -> Response:
 async def send_request(request: Request) -> Response:
     """The endpoint's answer to this body, the version that gave it, and the seconds that it took."""
     found, action, version = await _find(request), *_read_target(request)
-    body, begun_s = await _read_bytes(request), time.monotonic()
+    body, begun_s = await read_bytes(request, MAX_BODY_BYTES), time.monotonic()
     reply = await _exchange(found, "POST", _path(request.path_params["model"], action, version), body)
     took_s = time.monotonic() - begun_s
     answered = {"version": reply.headers.get("shoal-model-version"), "took_s": took_s}
@@ -115,7 +115,7 @@ async def read_image(request: Request) -> Response:
         white = float(asked["white"]) if asked.get("white") else None
     except ValueError:
         raise ConfigError("white", asked["white"], "is no number of a pixel", "for example 1 or 255") from None
-    name, body = asked.get("name", "the picture"), BytesIO(await _read_bytes(request))
+    name, body = asked.get("name", "the picture"), BytesIO(await read_bytes(request, MAX_BODY_BYTES))
     values = await run_in_threadpool(read_picture, body, name, spec, white)
     if values.dtype.kind == "f" and values.itemsize < 8:
         values = values.astype("U").astype(float)  # 0.2039, not 0.20392157137393951
@@ -159,15 +159,6 @@ def _read_example(metadata: ModelMetadata) -> dict[str, Any]:
         return Registry().get(f"{metadata.name}@{metadata.versions[-1]}").manifest.example if metadata.versions else {}
     except (RegistryError, ConfigError):
         return {}
-
-
-async def _read_bytes(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ConfigError("body", f"{len(body):,} bytes", "is too long", f"send {MAX_BODY_BYTES:,} at most")
-    return bytes(body)
 
 
 ROUTES = [

@@ -2,17 +2,17 @@
 import { follow, get, stored } from "./api.js";
 import { Chart, average, interpolate, smooth } from "./charts.js";
 import { h, say } from "./dom.js";
+import { number } from "./format.js";
 
 const POINTS = 1000;
 const EPOCHS = ["train/epoch", "epoch"];
 
 export const readCurves = (id, query) => get(`/api/runs/${encodeURIComponent(id)}/curves`, { points: POINTS, ...query });
 
-/** `runs`: [{id, created_at, label, titles and hidden metrics, group, incarnation, early: their curves, on their way}]; `first`: the metric that is shown first. */
+/** `runs`: [{id, created_at, label, titles, hidden, criteria and folded metrics, targets, group, incarnation, early: their curves, on their way}]. */
 export class Board {
-  constructor(runs, { first = "", onstatus = () => {} } = {}) {
+  constructor(runs, { onstatus = () => {} } = {}) {
     this.runs = runs.map((run, index) => ({ ...run, index, curves: new Map() }));
-    this.first = first;
     this.onstatus = onstatus;
     this.charts = new Map();
     this.range = null;
@@ -25,10 +25,13 @@ export class Board {
     this.together = h("input", { type: "checkbox", onchange: redraw });
     this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null, null) }, "Show all");
     this.grid = h("div", { class: "grid" });
+    this.rest = h("div", { class: "grid" });
+    this.folded = h("details", { hidden: true }, h("summary", {}, "Rates, waits and counts"), this.rest);
+    this.none = h("p", { class: "muted" }, "No metric has a curve yet.");
     this.element = h("div", {},
       h("div", { class: "row" }, this.words, h("label", {}, "smoothing ", this.smoothing), h("label", {}, this.logarithmic, " logarithmic"),
         h("label", {}, "x: ", this.axis), runs.length > 1 ? h("label", {}, this.together, " mean and spread") : null, this.whole),
-      this.grid);
+      this.none, this.grid, this.folded);
     this.sight = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
         target.chart.isVisible = isIntersecting;
@@ -100,15 +103,18 @@ export class Board {
   }
 
   add(name) {
-    const words = this.runs[0].titles[name];
-    const chart = new Chart(words ? `${name} · ${words}` : name, { onzoom: (first, last) => this.zoom(first, last) });
-    const order = (each) => `${each === this.first ? 0 : 1}${each}`;
-    const after = [...this.charts.keys()].filter((each) => order(each) > order(name)).sort((a, b) => (order(a) < order(b) ? -1 : 1))[0];
-    chart.name = name;
+    const [{ titles, folded, criteria, targets }] = this.runs, begins = (prefix) => name.startsWith(prefix);
+    const title = [name, titles[name], name in targets ? `target ${number(targets[name])}` : null].filter(Boolean).join(" · ");
+    const chart = new Chart(title, { onzoom: (first, last) => this.zoom(first, last) });
+    const isFolded = folded.some(begins), grid = isFolded ? this.rest : this.grid, place = criteria.findIndex(begins);
+    Object.assign(chart, { name, order: place < 0 ? criteria.length : place });
+    const isLater = ({ chart: each }) => each.order > chart.order || (each.order === chart.order && each.name > name);
+    if (isFolded) this.folded.hidden = false;
+    this.none.hidden = true;
     chart.element.chart = chart;
     chart.isVisible = Boolean(stored); // a report may be printed
     this.charts.set(name, chart);
-    this.grid.insertBefore(chart.element, after ? this.charts.get(after).element : null);
+    grid.insertBefore(chart.element, [...grid.children].find(isLater) ?? null);
     this.sight.observe(chart.element);
     this.filter();
   }
@@ -116,6 +122,7 @@ export class Board {
   filter() {
     const words = this.words.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const [name, { element }] of this.charts) element.hidden = !words.every((word) => name.toLowerCase().includes(word));
+    if (words.length) this.folded.open = true;
   }
 
   draw(name) {
@@ -123,7 +130,9 @@ export class Board {
     if (!chart?.isVisible) return;
     chart.logarithmic = this.logarithmic.checked;
     const lines = this.runs.filter((run) => run.curves.has(name)).map((run) => this.place(run, run.curves.get(name)));
-    chart.draw(this.together.checked ? this.join(lines) : lines);
+    const target = this.runs[0].targets[name], xs = lines.flatMap((line) => [line.xs[0], line.xs.at(-1)]).filter((x) => x !== undefined);
+    const limit = target === undefined || !xs.length ? [] : [{ label: "target", tone: "target", xs: [Math.min(...xs), Math.max(...xs)], ys: [target, target] }];
+    chart.draw([...(this.together.checked ? this.join(lines) : lines), ...limit]);
   }
 
   place({ id, label, index, group, created_at: begun, curves }, { steps, times, values }) {

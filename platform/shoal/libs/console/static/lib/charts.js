@@ -8,6 +8,7 @@ const ON_DARK = ["#4fb0ee", "#e69f00", "#1fc99a", "#ff8a3d", "#e39ac4", "#a5dcff
 export const colour = (index) => (document.documentElement.dataset.theme === "dark" ? ON_DARK : COLOURS)[index % COLOURS.length];
 const dash = (index) => (index < COLOURS.length ? undefined : [4 + 2 * Math.floor(index / COLOURS.length), 3]);
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const UNNAMED = ["muted", "target"]; // tones of lines that the legend leaves out: one of many, and where a run ends
 const newest = (ys) => ys.findLast((y) => y !== null && y !== undefined) ?? null;
 
 /** A chart of curves. `draw([{label, xs, ys}])` draws or replaces them; `index` of a colour, `low` and `high` of a
@@ -35,7 +36,7 @@ export class Chart {
       this.legend.replaceChildren(...curves.flatMap((each, place) => {
         const mark = h("span", { "aria-hidden": "true" }, "■ ");
         mark.style.color = colour(each.index ?? place);
-        return each.tone === "muted" ? [] : h("li", {}, mark, `${each.label} `, this.values[place]);
+        return UNNAMED.includes(each.tone) ? [] : h("li", {}, mark, `${each.label} `, this.values[place]);
       }));
       this.plot = new uPlot(this.options(curves), data, this.place);
     } else this.plot.setData(data, this.zoomed === null);
@@ -77,8 +78,9 @@ export class Chart {
     curves.forEach((each, place) => {
       const index = each.index ?? place;
       series.push({
-        label: each.label, stroke: each.tone === "muted" ? ink("--rule") : colour(index), dash: each.tone === "muted" ? undefined : dash(index), spanGaps: true,
-        width: each.tone === "points" ? 0 : 1.5, points: { show: each.tone === "points" || each.xs.length < 3 },
+        label: each.label, stroke: { muted: ink("--rule"), target: ink("--muted") }[each.tone] ?? colour(index), spanGaps: true,
+        dash: { muted: [], target: [6, 4] }[each.tone] ?? dash(index), width: each.tone === "points" ? 0 : 1.5,
+        points: { show: each.tone === "points" || (each.tone !== "target" && each.xs.length < 3) },
       });
       if (!each.low) return;
       const edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
@@ -87,7 +89,7 @@ export class Chart {
     });
     return {
       width: this.place.clientWidth || 400, height: this.height, legend: { show: false }, series, bands,
-      scales: { x: { time: false, distr: this.scale.includes("x") ? 3 : 1 }, y: { distr: this.logarithmic ? 3 : 1 } },
+      scales: { x: { time: false, distr: this.scale.includes("x") ? 3 : 1 }, y: this.logarithmic ? { distr: 3 } : { range: (_, least, most) => findRange(least, most) } },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values: (_, values) => values.map((each) => (each === null ? "" : number(each))) }],
       cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "curves", setSeries: false, scales: ["x", null] } },
       hooks: {
@@ -109,6 +111,12 @@ export class Chart {
     this.resized.disconnect();
     this.plot?.destroy();
   }
+}
+
+/** The part of the axis for values. Of zeros alone it is from -1 to 1: from 0 to 100 it would promise others. */
+export function findRange(least, most) {
+  if (least === null) return [null, null];
+  return least === 0 && most === 0 ? [-1, 1] : uPlot.rangeNum(least, most, 0.1, true);
 }
 
 /** Exponentially weighted means, without the bias of the beginning; `weight` of the past in [0, 1). */

@@ -44,5 +44,5 @@ export function facts(pairs) {
     .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-/** A link to the page of a run. */
-export const runLink = (id) => (stored ? id : h("a", { href: `#/run/${encodeURIComponent(id)}` }, id));
+/** A link to the page of a run, by its name where it has one. */
+export const runLink = (id, name) => (stored ? name || id : h("a", { href: `#/run/${encodeURIComponent(id)}`, title: name ? id : null }, name || id));

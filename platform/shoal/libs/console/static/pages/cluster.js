@@ -13,11 +13,14 @@ export async function open(main) {
   const problem = h("p", { class: "state bad" }), list = h("div"), parts = new Map();
   const none = h("div", { class: "panel", hidden: true }, h("p", {}, "No cluster is up on this host. ", h("code", {}, "shoal up"), " starts one that stays, and ",
     h("code", {}, "shoal run JOB"), " starts one for a run. RAY_ADDRESS names one elsewhere, before the console starts."));
+  let names = new Map();
+  const link = (id) => runLink(id, names.get(id));
   const queue = new Rows(["position", "run", "owner", "priority", "needs", "waits for", "why"], "Queue", "No run waits.");
   const runs = new Rows(["run", "what", "serves", "progress"], "Runs in progress", "None is on.");
   main.replaceChildren(h("h1", {}, "Cluster"), problem, none, list, h("h2", {}, "Queue"), queue.element, h("h2", {}, "Runs in progress"), runs.element);
   return poll(async () => {
     const now = await get("/api/cluster"), clusters = now.clusters ?? [];
+    names = new Map((now.runs ?? []).map((run) => [run.id, run.name]));
     problem.textContent = now.problem;
     none.hidden = !now.clusters || clusters.length > 0;
     for (const [url, part] of parts) {
@@ -25,13 +28,13 @@ export async function open(main) {
     }
     for (const cluster of clusters) {
       if (!parts.has(cluster.dashboard_url)) {
-        parts.set(cluster.dashboard_url, new ClusterPart(cluster));
+        parts.set(cluster.dashboard_url, new ClusterPart(cluster, link));
         list.append(parts.get(cluster.dashboard_url).element);
       }
       parts.get(cluster.dashboard_url).update(cluster);
     }
     queue.show((now.queue ?? []).map((entry) =>
-      [entry.position, runLink(entry.run), entry.owner, entry.priority, amounts(entry.needs), age(entry.since_s), entry.reason]));
+      [entry.position, link(entry.run), entry.owner, entry.priority, amounts(entry.needs), age(entry.since_s), entry.reason]));
     runs.show(listRuns(now.runs ?? [], now.detached ?? []));
   }, REFRESH_MS);
 }
@@ -42,12 +45,13 @@ function share(part, whole, words) {
 }
 
 class ClusterPart {
-  constructor(cluster) {
+  constructor(cluster, link) {
+    this.link = link;
     this.problem = h("p", { class: "state bad" });
     this.facts = h("div");
     this.nodes = new Rows(["node", "CPUs reserved", "GPUs reserved", "load of the CPUs", "memory in use", "GPUs"], "Nodes");
     this.holders = new Rows(["run or job", "node", "reserved", "processes"], "Who has what", "Nothing is reserved.");
-    this.jobs = new Rows(["job", "state", "since", "command"], "Jobs", "There are none.");
+    this.jobs = new Rows(["job", "run", "state", "since", "command"], "Jobs", "There are none.");
     this.element = h("section", {}, h("h2", {}, cluster.address), this.problem, this.facts, h("h3", {}, "Nodes"), this.nodes.element,
       h("h3", {}, "Who has what"), this.holders.element, h("h3", {}, "Jobs"), this.jobs.element);
   }
@@ -55,7 +59,6 @@ class ClusterPart {
   update(cluster) {
     this.problem.textContent = cluster.problem ? `It does not answer: ${cluster.problem}` : "";
     if (cluster.problem) return;
-    const runOf = new Map(cluster.reservations.filter((each) => each.run).map((each) => [each.job, each.run]));
     const hosts = new Map(cluster.nodes.map((node) => [node.id, node.host]));
     const held = (node, name) => cluster.reservations.filter((each) => each.node === node).reduce((sum, each) => sum + each.resources[name], 0);
     const sum = (name) => number(cluster.nodes.reduce((total, node) => total + node[name], 0));
@@ -70,11 +73,11 @@ class ClusterPart {
       node.gpus.map((gpu) => h("div", {}, `${gpu.name}: ${gpu.percent ?? "–"} %, ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`)),
     ]));
     this.holders.show(cluster.reservations.filter((each) => amounts(each.resources) || each.run).map((each) => [
-      each.run ? runLink(each.run) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
+      each.run ? this.link(each.run) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
       Object.entries(each.processes).map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind)).join(", "),
     ]));
     this.jobs.show(cluster.jobs.map((job) => [
-      runOf.has(job.id) ? runLink(runOf.get(job.id)) : job.id, state(job.status.toLowerCase(), TONES[job.status]),
+      job.id, job.run ? this.link(job.run) : "none is known", state(job.status.toLowerCase(), TONES[job.status]),
       age(job.started_at), h("code", {}, job.command.split(" && exec ").at(-1)),
     ]));
   }
@@ -83,7 +86,7 @@ class ClusterPart {
 function listRuns(runs, detached) {
   const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : [...new Set([each.kind, each.name, each.address])].join(" "));
   return [
-    ...runs.map((run) => [runLink(run.id), run.title, run.endpoints.map((each) => h("div", {}, endpoint(each))),
+    ...runs.map((run) => [runLink(run.id, run.name), run.title, run.endpoints.map((each) => h("div", {}, endpoint(each))),
       [run.actors === undefined ? "" : `${number(run.actors)} actors, ${number(run.steps)} steps`, run.waiting].filter(Boolean).join("; ")]),
     ...detached.map((each) => ["without a run", "detached", h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name), ""]),
   ];

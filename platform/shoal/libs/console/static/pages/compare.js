@@ -11,10 +11,10 @@ export async function open(main, ids) {
   if (!ids.length) throw new Error("Choose runs in the list of runs first.");
   const runs = await Promise.all(ids.map((id) => get(`/api/runs/${encodeURIComponent(id)}`)));
   const statuses = new Map(runs.map((run) => [run.id, h("span", {}, state(run.status))]));
-  const board = new Board(runs.map((run) => ({ ...run, label: run.id, group: withoutSeed(run) })), {
-    first: runs[0].best?.name, onstatus: (id, word) => statuses.get(id)?.replaceChildren(state(word)),
+  const board = new Board(runs.map((run) => ({ ...run, label: run.name || run.id, group: withoutSeed(run) })), {
+    onstatus: (id, word) => statuses.get(id)?.replaceChildren(state(word)),
   });
-  const rows = runs.map((run) => [runLink(run.id), run.title, statuses.get(run.id),
+  const rows = runs.map((run) => [runLink(run.id, run.name), run.title, statuses.get(run.id),
     run.best ? `${run.best.name} ${number(run.best.value)}` : "–", took(run)]);
   main.replaceChildren(h("h1", {}, `${runs.length} runs over each other`), table(["run", "what", "status", "best", "took"], rows),
     h("h2", {}, "Curves"), board.element, h("h2", {}, "In what their specs differ"), differences(runs));

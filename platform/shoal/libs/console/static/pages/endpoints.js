@@ -7,10 +7,9 @@ import { age, duration, moment, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Rows } from "../lib/rows.js";
 
-const REFRESH_MS = 1000, MAX_POINTS = 300;
-const HEADS = ["version", "share", "requests/s", "p50", "p99", "requests", "errors", "differ"];
+const REFRESH_MS = 1000, MINUTE_S = 60, HOUR_S = 3600;
+const HEADS = ["version", "share", "requests/s", "p50", "p99", "requests", "errors", "other answers"];
 const TONES = { stable: "good", candidate: "warn", shadow: "busy" };
-const histories = new Map(); // of each endpoint's versions, while the console is open: times and values
 const isLive = (model) => model.phase === "live"; // its versions are the run's, not the registry's
 
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(value * 1000)} ms` : duration(value));
@@ -60,16 +59,16 @@ async function openAll(main) {
   }, REFRESH_MS);
 }
 
-/** Adds the newest numbers of a version; returns its curve. x: seconds before now. */
-function remember(key, time, value) {
-  const history = histories.get(key) ?? { times: [], values: [] };
-  histories.set(key, history);
-  if (history.times.at(-1) !== time) {
-    history.times.push(time);
-    history.values.push(value);
-    if (history.times.length > MAX_POINTS) { history.times.shift(); history.values.shift(); }
+/** The rows [time, version, requests/s, p99] of the last hour as a curve: what `read` makes of those of a minute, and `none` of
+ * the minutes between them. x: minutes before now. */
+function drawHour(rows, now, read, none) {
+  const points = [];
+  for (const [time, own] of Map.groupBy(rows, ([each]) => each)) {
+    const last = points.at(-1)?.[0];
+    if (time - last > 2 * MINUTE_S) points.push([last + MINUTE_S, none], [time - MINUTE_S, none]);
+    points.push([time, read(own)]);
   }
-  return { xs: history.times.map((each) => each - time), ys: history.values };
+  return { xs: points.map(([time]) => (time - now) / MINUTE_S), ys: points.map(([, value]) => value) };
 }
 
 /** What a library counts: a rate, or what half of the values and 99% of them are below. */
@@ -86,8 +85,8 @@ class ModelPart {
     this.facts = h("div");
     this.evidence = new Rows(["since it was opened", "candidate", "stable", "limit"], `What the candidate of ${name} is judged by`);
     this.judged = h("div", { hidden: true }, h("h3", {}, "What the candidate is judged by"), this.evidence.element);
-    this.rates = new Chart("Requests per second", { height: 150 });
-    this.latencies = new Chart("p99 in milliseconds", { height: 150 });
+    this.rates = new Chart("Requests per second in the last hour, by minutes before now", { height: 150 });
+    this.latencies = new Chart("p99 in milliseconds in the last hour", { height: 150 });
     this.version = h("select", { "aria-label": "Version" });
     this.choice = h("label", {}, "version ", this.version);
     this.percent = h("input", { type: "number", min: 0, max: 100, value: 10, "aria-label": "Percent", size: 4 });
@@ -131,11 +130,12 @@ class ModelPart {
       ["a request failed", model.last_failure],
       ["loaded on demand", model.residency && `on ${model.residency.replicas} replicas, ${model.residency.loads} loads, ${model.residency.evictions} evictions`],
     ]));
-    const curves = isLive(model) ? [["all versions", model.versions]] : model.versions.map((version) => [`version ${version.version}`, [version]]);
-    const draw = (chart, read) => chart.draw(curves.map(([label, versions]) => (
-      { label, ...remember(`${this.endpoint} ${this.name} ${label} ${chart.title}`, time, read(versions)) })));
-    draw(this.rates, (versions) => versions.reduce((sum, version) => sum + version.requests_per_s, 0));
-    draw(this.latencies, (versions) => 1000 * Math.max(...versions.map((version) => version.p99_s ?? 0)) || null);
+    const rows = [...model.history.filter(([at]) => time - at < HOUR_S), ...model.versions.map((each) => [time, each.version, each.requests_per_s, each.p99_s])];
+    const label = isLive(model) ? () => "all versions" : ([, version]) => `version ${version}`;
+    const curves = [...Map.groupBy(rows, label)].sort();
+    const draw = (chart, read, none) => chart.draw(curves.map(([word, own]) => ({ label: word, ...drawHour(own, time, read, none) })));
+    draw(this.rates, (own) => own.reduce((sum, [, , rate]) => sum + rate, 0), 0);
+    draw(this.latencies, (own) => 1000 * Math.max(...own.map(([, , , p99]) => p99 ?? 0)) || null, null);
     this.judged.hidden = !model.evidence;
     if (model.evidence) this.evidence.show(listEvidence(model.evidence));
   }

@@ -83,20 +83,31 @@ async function openModel(main, name, chosen, alias) {
   return poll(refresh, REFRESH_MS);
 }
 
+const words = (fields) => Object.entries(fields).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join("; ");
+
+/** What a version was made from, by its name in the lineage: a run's id is a link. */
+function sayOrigin(name, value) {
+  if (name === "run" || name === "sweep") return runLink(value);
+  if (typeof value === "object") return Array.isArray(value) ? value.join(", ") : words(value ?? {});
+  return typeof value === "number" ? number(value) : value;
+}
+
+const LINEAGE = { file: "trained from", rows: "rows of the file", base: "needs", source: "made from" };
 const tensor = (spec) => `${spec.name}: ${spec.datatype} [${spec.shape.map((each) => (each === -1 ? "any" : each)).join(", ")}]`
   + (spec.columns.length ? ` of ${spec.columns.join(", ")}` : "") + (spec.kind ? `, a column of ${spec.kind.split(":")[0]}s` : "");
 
 function describe(version) {
   const { model, signature } = version;
-  const words = (fields) => Object.entries(fields).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join("; ");
   return facts([
-    ["registered", moment(version.created_at)], ["run", version.run_id && runLink(version.run_id)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
+    ["registered", moment(version.created_at)],
+    ["made by", version.run_id && h("span", {}, runLink(version.run_id, version.run?.name), ` ${[version.run?.title, version.run?.owner].filter(Boolean).join(", ")}`)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
     ["aliases", version.aliases.join(", ")],
+    ...Object.entries(version.lineage).map(([name, value]) => [LINEAGE[name] ?? name, sayOrigin(name, value)]),
     ...signature.inputs.map((spec) => ["input", tensor(spec)]), ...signature.outputs.map((spec) => ["output", tensor(spec)]),
     ["size", bytes(version.size_bytes) + (version.parts.length ? ` in ${version.parts.length} files` : "")],
     ["built by", model.factory ? `${model.factory} ${JSON.stringify(model.kwargs).slice(0, 500)}` : `a file of the format ${model.format}`],
     ["preprocess", model.preprocess], ["postprocess", model.postprocess], ["code", version.code.join(", ")],
-    ["metrics", metricsOf(version.metrics)], ["made from", words(version.lineage)], ["data", words(version.data)],
+    ["metrics", metricsOf(version.metrics)], ["fingerprints of the data", words(version.data)],
     ["sha256", version.sha256], ["files", version.location],
   ]);
 }

@@ -2,7 +2,7 @@
 import { get, send } from "../lib/api.js";
 import { changing } from "../lib/ask.js";
 import { Chart } from "../lib/charts.js";
-import { facts, h, state } from "../lib/dom.js";
+import { facts, h, runLink, state } from "../lib/dom.js";
 import { poll } from "../lib/poll.js";
 import { Table } from "../lib/table.js";
 import { POLL_MS } from "./run_record.js";
@@ -13,7 +13,8 @@ const read = (cell) => { const value = Number(say(cell).replace(/,/g, "").replac
 /** A table that a click on a heading sorts. */
 function tabulate({ title, header, rows }) {
   const isNumber = header.map((_, index) => rows.every((row) => typeof read(row[index] ?? "-") === "number" || say(row[index] ?? "-") === "-"));
-  const cell = (index) => (row) => (Array.isArray(row[index]) ? state(...row[index]) : row[index] ?? "");
+  const draw = ([text, tone]) => (tone === "run" ? runLink(text) : state(text, tone));
+  const cell = (index) => (row) => (Array.isArray(row[index]) ? draw(row[index]) : row[index] ?? "");
   const shown = new Table(header.map((name, index) => ({ name, number: isNumber[index], value: (row) => read(row[index] ?? ""), cell: cell(index) })), { label: title });
   shown.show(rows);
   return shown;
@@ -45,7 +46,7 @@ class PanelView {
     this.table = panel.header.length && panel.rows.length ? tabulate(panel) : null;
     const isWide = panel.rows.length > 8 || panel.header.length > 3 || panel.lines.length > 2;
     this.element = h("section", { class: `panel ${isWide ? "wide" : ""}` }, h("h2", {}, panel.title),
-      panel.note ? h("p", { class: "muted" }, panel.note) : null, this.chart?.element, panel.counts.length ? bars(panel.counts) : null,
+      panel.note ? h("p", { class: "muted" }, panel.note) : null, panel.about ? h("p", { class: "about" }, panel.about) : null, this.chart?.element, panel.counts.length ? bars(panel.counts) : null,
       panel.pictures.map(([name, url]) => h("figure", {}, h("img", { class: "figure", src: url, alt: `${panel.title} ${name}` }), h("figcaption", {}, name))),
       this.table?.element ?? facts(panel.rows), panel.commands.length ? h("pre", {}, panel.commands.join("\n")) : null);
   }
@@ -78,8 +79,8 @@ export async function openPanels(place, run, path) {
     if (elements.length !== shown.children.length || elements.some((each, place) => shown.children[place] !== each)) shown.replaceChildren(...elements);
     const now = JSON.stringify([quarantined, without]);
     if (now !== accused) quarantine.replaceChildren(
-      ...Object.entries(quarantined).map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` is in quarantine: it ${reason} `, release(actor))),
-      ...(without.length ? [h("p", { class: "state warn" }, `Without credit: ${without.join(", ")}`)] : []));
+      ...Object.entries(quarantined).map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` is in quarantine, so nothing is learnt from what it sends: it ${reason} `, release(actor))),
+      ...(without.length ? [h("p", { class: "state warn" }, `These actors wait until the learner has caught up (they have no credit to send more): ${without.join(", ")}`)] : []));
     accused = now; // a button that one is about to press stays
   }, 2 * POLL_MS);
   return () => { end(); for (const { chart } of views.values()) chart?.close(); };
