@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Ray reads this when it is imported, which a test module may do before any fixture runs: 127.0.0.1 stays 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_AUTH_MODE"] = "token"  # as every cluster here has it
+os.environ.pop("COLUMNS", None)  # which pytest-xdist sets: what is piped is as wide as its cells
 os.environ["SHOAL_LOG_MONITOR"] = "0"  # no test reads what workers print
 os.environ["SHOAL_VERIFY"] = "0"  # a test that needs it asks for it: each takes a second start of torch
 if "PYTEST_XDIST_WORKER" in os.environ:  # several of us share the cores; torch reads this when it is imported
