@@ -36,7 +36,7 @@ class FirstMinute:
     demo_s: float
     total_s: float
     num_packages: float
-    size_gb: float
+    size_gib: float
 
 
 def measure(revision: str, folder: Path) -> FirstMinute:
@@ -63,7 +63,7 @@ def measure(revision: str, folder: Path) -> FirstMinute:
         if "played through the endpoint" not in printed or not reports:
             raise ChildFailed(f"the demo of {revision} left {len(reports)} reports, and printed {printed[-2000:]}")
         packages, size_bytes = count(tree / ".venv")
-        return FirstMinute(install_s, again_s, demo_s, install_s + demo_s, packages, size_bytes / 1e9)
+        return FirstMinute(install_s, again_s, demo_s, install_s + demo_s, packages, size_bytes / 2**30)
 
 
 def count(environment: Path) -> tuple[int, int]:
@@ -81,7 +81,7 @@ ROWS = (
     ("the first `make demo`, once all is installed", "s", None, None),
     ("from a clone to the end of the demo", "s", None, None),
     ("packages that the demo needs", "packages", 130.0, "value"),
-    ("the environment of the demo", "GB", 1.8, "value"),
+    ("the environment of the demo", "GiB", 1.8, "value"),
 )
 
 
