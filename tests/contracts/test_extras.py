@@ -71,6 +71,7 @@ PARTS = {
         " cluster.embedded_cluster cluster.job_main",
         {"scikit-learn", "scipy", "matplotlib", "tensorboard", "h5py", "pandas", "pyarrow", "pillow", "gymnasium"},
     ),
+    "recommender": ("client libs.stream.messages", {"torch", "ray", "scipy"}),  # of its site
 }
 IMPORTS = """
 import importlib, json, sys
