@@ -1,7 +1,7 @@
 """What kind of run it is, whatever its author calls its job.
 
 The flow that creates a record writes the kind. The reader infers it from the spec's fields where the record has none:
-a run of an older Shoal, or of a job of the user's own.
+a run of a job of the user's own.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Run:
     git_dirty: tracked files differed from git_revision
     incarnation: how often it was started: 1, and one more for each resume
     copied_from: the host that records the run, if it was read from the store; None for a run of this host
-    owner:     USER@HOST of who has started it; None for a run of an older Shoal
+    owner:     USER@HOST of who has started it
     """
 
     id: str
@@ -335,8 +335,7 @@ class Run:
 
     def list_commands(self) -> list[str]:
         """The command that started the run, and those that resumed it, oldest first."""
-        resumed = [details.get("command", "") for _, details in self.list_events("resumed")]
-        return [self.command, *filter(None, resumed)]
+        return [self.command, *(details["command"] for _, details in self.list_events("resumed"))]
 
     def read_queue_entry(self) -> dict[str, Any] | None:
         """The details with which it waits in its cluster's queue (position, owner, priority, needs, since_s, reason);
