@@ -260,8 +260,8 @@ class RunSession:
                 details["env"],
                 details["server_key"],
                 options,
-                ignored=details["ignore"],
-                record_every=details["record_every"],
+                ignored=details.get("ignore", ()),
+                record_every=details.get("record_every", 0),
             )
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
