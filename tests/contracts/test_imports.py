@@ -148,7 +148,6 @@ ORDER: dict[str, list[set[str]]] = {
         {"algorithm_config", "part_specs", "policy_graph"},
     ],
     "serve": [
-        {"ray_app"},
         {"on_ray"},
         {"replica"},
         {"http"},

@@ -20,7 +20,6 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import MAX_WIN_RATES, select_win_rates
 from shoal.flows.rl_policy import _require_same_opponents, check, inspect_environment, register_policy
 from shoal.registry import Registry
-from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.local_loop import LocalLoop
@@ -248,14 +247,6 @@ def test_opponents_that_a_run_cannot_play_are_refused_by_name() -> None:
         check(champion.override(["self_play.opponents=[holdem@champion]"]))
     with pytest.raises(ConfigError, match="has one agent, and self-play needs several"):
         check(ActorLearnerSpec(env="CartPole-v1").override(["self_play.opponents=[poker@1]"]))
-
-
-def test_a_champion_of_a_release_before_its_network_moved_is_an_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as before:
-        before.setattr(find_algorithm_config_type("dqn"), "model_factory", "shoal.models.q_network:QNetwork")
-        champion = register_champion("algorithm=dqn")
-    assert Registry().get("poker@1").manifest.model.factory == "shoal.models.q_network:QNetwork"
-    assert check(champion.override(["self_play.opponents=[poker@1]"]))
 
 
 def test_a_resumed_run_has_the_opponents_that_it_began_with() -> None:

@@ -15,7 +15,6 @@ from torch.nn import Identity
 from refusals import refused
 from registered import arrays_of, tensors
 from shoal.errors import ConfigError, WeightsError
-from shoal.models.actor_critic import ActorCritic
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.formats.torch_forward import COPIED_BYTES
@@ -377,22 +376,6 @@ def test_weights_that_do_not_fit_are_refused(snapshot: WeightSnapshot, complaint
     with pytest.raises(WeightsError, match=complaint):
         subject.load(snapshot)
     assert ask(subject.load(weights(1))) == {"y": [[4.0, 4.0]]}
-
-
-def test_a_policy_of_an_earlier_release_is_served() -> None:
-    """Its weights lack the unit of the values."""
-    kwargs = {"observation_size": 3, "num_actions": 2, "hidden": [4]}
-    model = ActorCritic(**kwargs)
-    earlier = {name: each.numpy() for name, each in model.state_dict().items() if not name.startswith("value_")}
-    inputs = tensors(observation=[-1, 3])
-    outputs = tensors(value=[-1])
-    factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)
-    served = Predictor(factory, Signature(inputs=inputs, outputs=outputs), ModelOptions())
-    observation = np.ones((1, 3), np.float32)
-    [answer] = served.load(WeightSnapshot.of(1, earlier)).predict_batch([{"observation": observation}])
-    with torch.no_grad():
-        expected = model.predict(torch.from_numpy(observation))["value"]
-    assert answer["value"].tolist() == pytest.approx(expected.tolist())
 
 
 def test_a_factory_that_gives_no_module_is_refused() -> None:

@@ -1,6 +1,5 @@
-"""Libraries join the command line; what an earlier release called otherwise is found."""
+"""Libraries join the command line."""
 
-import importlib
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -14,17 +13,12 @@ import shoal
 import shoal.extend.cli
 import shoal.plugins.lazy
 import shoal.runs.report
-from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
 from shoal.errors import ConfigError, RunError
 from shoal.extend import Library
-from shoal.libs.games.tag import Tag
 from shoal.libs.grpc.methods import PATH_PREFIX
-from shoal.libs.som.network import SelfOrganisingMap
 from shoal.plugins import find, library
 from shoal.plugins.library import collect_extensions, find_libraries, find_sound_libraries
-from shoal.plugins.moved import MOVED, translate_reference
-from shoal.registry import ModelFactory
 from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.panels import PANELS
 from shoal.serve.protocol.request_lifecycle import EndpointApp
@@ -179,15 +173,3 @@ def test_every_verb_of_our_libraries_is_there() -> None:
     for verb in find_commands():
         assert isinstance(cli.get_command(click.Context(cli), verb), click.Command)
     assert all(isinstance(each, Library) for each in find_libraries())
-
-
-def test_what_moved_is_found_by_its_old_name() -> None:
-    assert isinstance(make_environment("shoal.games.tag:Tag"), Tag)
-    assert make_environment("shoal.games:TicTacToe-v0").action_space.n == 9
-    factory = ModelFactory(
-        factory="shoal.models.som:SelfOrganisingMap", kwargs={"rows": 2, "columns": 3, "num_features": 4}
-    )
-    assert isinstance(factory.build(), SelfOrganisingMap)
-    assert translate_reference("shoal.streams.network:X") == "shoal.streams.network:X"
-    for old in MOVED:
-        importlib.import_module(translate_reference(old))

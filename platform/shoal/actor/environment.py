@@ -23,7 +23,6 @@ from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError, format_install
 from shoal.plugins.find import find_in_library
-from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 from shoal.wire.given_spaces import GivenSpaces
@@ -87,7 +86,6 @@ def make_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = Fa
     if not has_environment(name):
         problem = "gives spaces, and no environment that could be played here"
         raise ConfigError("env", name, problem, "let a game join the run: docs/games/README.md")
-    name = translate_reference(name)
     if (folder := os.getcwd()) not in sys.path:  # a program such as `shoal` has its own folder there
         sys.path.append(folder)
     if (function := _find_function(name)) is not None:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class MlpPolicy:
         if spec.activation not in ("tanh", "relu") and self._graph is None:
             raise ConfigError("policy.activation", spec.activation, "is unknown to this actor")
         self._spec = spec
-        self._is_relu = spec.activation == "relu"
+        self._activate: Any = partial(np.maximum, 0.0) if spec.activation == "relu" else np.tanh
         self._layers: list[tuple[np.ndarray, np.ndarray]] = []
         self._kernels: list[Kernel] = []
         self._num_outputs: int | None = None  # where the spec says how many the last layer has
@@ -93,10 +93,7 @@ class MlpPolicy:
             hidden = weight.dot(hidden)  # of one row, half of what the operator takes
             hidden += bias
             if index < last:
-                if self._is_relu:
-                    np.maximum(hidden, 0.0, out=hidden)
-                else:
-                    np.tanh(hidden, out=hidden)
+                self._activate(hidden, out=hidden)
         outputs = hidden.tolist()
         return outputs
 
@@ -128,10 +125,7 @@ class MlpPolicy:
             hidden = hidden @ weight.T
             hidden += bias
             if index < last:
-                if self._is_relu:
-                    np.maximum(hidden, 0.0, out=hidden)
-                else:
-                    np.tanh(hidden, out=hidden)
+                self._activate(hidden, out=hidden)
         return hidden
 
     def _sample_batch(self, outputs: np.ndarray, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:

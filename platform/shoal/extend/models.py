@@ -6,7 +6,6 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.models.action_distribution import SquashedGaussian, mask_logits
-    from shoal.models.actor_critic import AddedBuffers
     from shoal.models.decoder import Decoder
     from shoal.models.frame_encoder import RecurrentLayer, make_encoder
     from shoal.models.network_source import read_source

@@ -31,7 +31,6 @@ from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
-from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
@@ -197,7 +196,6 @@ def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None
     for reference in spec.self_play.opponents:
         result = Registry().get(reference)
         model = result.manifest.model.model_dump(mode="json", exclude=ignored)
-        model["factory"] = translate_reference(model["factory"])
         if model != wanted:
             before, now = ({"factory": each["factory"], **each["kwargs"]} for each in (model, wanted))
             differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,23 +85,7 @@ class _Perceptron(nn.Sequential):
         return y
 
 
-class AddedBuffers(nn.Module):
-    """A module with numbers as buffers, `added_state`, which weights of earlier releases lack: they get these."""
-
-    added_state: ClassVar[Mapping[str, float]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, number in self.added_state.items():
-            self.register_buffer(name, torch.tensor(number))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, number in self.added_state.items():
-            state_dict.setdefault(prefix + name, torch.tensor(number))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class ActorCritic(AddedBuffers):
+class ActorCritic(nn.Module):
     """Policy and value over flat observations, or over frames, whose encoder they share (`frames`: its arguments).
 
     The policy is categorical; or of independent choices, of `action_sizes` each, for actions of `action_shape`; or
@@ -113,7 +97,6 @@ class ActorCritic(AddedBuffers):
     Shapes: observation [B, observation_size]; num_actions is the number of choices, or of numbers in an action.
     """
 
-    added_state: ClassVar[Mapping[str, float]] = {"value_scale": 1.0, "value_shift": 0.0}
     value_scale: Tensor
     value_shift: Tensor
 
@@ -130,6 +113,8 @@ class ActorCritic(AddedBuffers):
         network: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("value_scale", torch.ones(()))
+        self.register_buffer("value_shift", torch.zeros(()))
         self.encoder, observation_size = make_encoder(frames, observation_size)
         self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
         self._action_shape = list(action_shape)

@@ -22,7 +22,6 @@ from typing import Any
 
 from shoal.errors import ConfigError, suggest
 from shoal.plugins.library import collect_extensions, find_libraries
-from shoal.plugins.moved import translate_reference
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def load_reference(reference: str) -> Any:
     A file is imported as a module of its name, from its folder: workers that get `sys.path` import it too. A module is
     also looked for in the current folder.
     """
-    module, _, name = translate_reference(reference).partition(":")
+    module, _, name = reference.partition(":")
     path: Path | None = None
     if module.endswith(".py"):
         path = Path(module)

@@ -28,7 +28,6 @@ from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.plugins.find import load_reference
-from shoal.plugins.moved import translate_reference
 from shoal.registry.model_code import ModelCode, find_module, is_installed
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def import_module(name: str) -> ModuleType:
 
 def load_object(reference: str) -> Any:
     """What `module:name` or `file.py:name` names, of the active code or of what lies here. Raises ValueError."""
-    module, _, name = translate_reference(reference).partition(":")
+    module, _, name = reference.partition(":")
     stem = Path(module).stem if module.endswith(".py") else module
     code = _active.get()
     if code is None or stem.partition(".")[0] not in code.roots:

@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.plugins.moved import translate_reference
 from shoal.registry.code_import import activate_code, import_module
 from shoal.registry.model_code import ModelCode, collect_code
 
@@ -149,7 +148,7 @@ def find_callable(field: str, reference: str) -> Any:
     Raises ConfigError for `field`, with the reason.
     """
     remedy = "write it as module:name, and make the module importable here"
-    module_name, separator, path = translate_reference(reference).partition(":")
+    module_name, separator, path = reference.partition(":")
     if not (module_name and separator and path):
         raise ConfigError(field, reference, "is not of the form module:name", remedy)
     try:

@@ -26,7 +26,6 @@ from pydantic import Field, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.plugins.moved import translate_reference
 
 MAX_CODE_BYTES = 8 * 2**20
 RUN_TEXTS = frozenset({"source", "pickle"})  # arguments of factories: the text of a file, base64 of a pickle
@@ -195,7 +194,7 @@ class _Collector:
         self._sources: set[Path] = set()  # files of the texts among the arguments, in place of which these are stored
 
     def add_reference(self, reference: str) -> None:
-        module, _, name = translate_reference(reference).partition(":")
+        module, _, name = reference.partition(":")
         if name and module.endswith(".py"):
             self._folders.append(str(Path(module).resolve().parent))
             module = Path(module).stem

@@ -368,7 +368,7 @@ class Learner:
             return False
         try:
             self.algorithm.load_state_dict(state)
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             problem = "does not fit the checkpoint of this run"
             field, value = "hidden", str(list(self.spec.hidden))
             if self.spec.model is not None:

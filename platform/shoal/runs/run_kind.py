@@ -1,7 +1,7 @@
 """What kind of run it is, whatever its author calls its job.
 
-The flow that creates a record writes the kind. The reader infers it from the spec's fields where the record has none:
-a run of an older Shoal, or of a job of the user's own.
+The flow that creates a record gives the kind. Where it gives none, as a job of the user's own, it is inferred from the
+spec's fields.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from enum import StrEnum
-from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -70,7 +69,6 @@ def _find(field: str, spec: str) -> str:
     return found[1] if found else ""
 
 
-@lru_cache(maxsize=16)  # called four times a second
 def infer_kind(spec: str) -> RunKind:
     """Infer it from a recorded spec (YAML)."""
     return find_kind(infer_fields(spec))

@@ -22,7 +22,7 @@ from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.event_messages import WAITING
 from shoal.runs.record.database import list_run_ids, read_connection
-from shoal.runs.run_kind import RunKind, format_name, infer_kind
+from shoal.runs.run_kind import RunKind, format_name
 from shoal.runs.run_status import Status, resolve_status
 
 if TYPE_CHECKING:
@@ -195,8 +195,9 @@ class Run:
     command:   the command that started it first
     git_dirty: tracked files differed from git_revision
     incarnation: how often it was started: 1, and one more for each resume
+    kind:      what it does, whatever its job is called
     copied_from: the host that records the run, if it was read from the store; None for a run of this host
-    owner:     USER@HOST of who has started it; None for a run of an older Shoal
+    owner:     USER@HOST of who has started it
     """
 
     id: str
@@ -216,7 +217,7 @@ class Run:
     folder: Path
     _home: Path = field(repr=False)
     _number: int = field(repr=False)
-    _kind: str | None = field(repr=False)
+    kind: RunKind = field(repr=False)
     copied_from: str | None = None
     owner: str | None = None
 
@@ -230,18 +231,13 @@ class Run:
             folder=Path(folder, "runs", row["id"]),
             _home=folder,
             _number=row["number"],
-            _kind=row["kind"],
+            kind=RunKind(row["kind"] or RunKind.OTHER),
         )
 
     def reload(self) -> Run:
         """This run as the record of this host has it now. Raises RunError when it was removed."""
         with read_connection(self._home) as connection:
             return self._from_row(find_run_row(connection, self.id), self._home)
-
-    @property
-    def kind(self) -> RunKind:
-        """What it does, whatever its job is called."""
-        return RunKind(self._kind) if self._kind else infer_kind(self.spec)
 
     @property
     def name(self) -> str:
@@ -335,8 +331,7 @@ class Run:
 
     def list_commands(self) -> list[str]:
         """The command that started the run, and those that resumed it, oldest first."""
-        resumed = [details.get("command", "") for _, details in self.list_events("resumed")]
-        return [self.command, *filter(None, resumed)]
+        return [self.command, *(details["command"] for _, details in self.list_events("resumed"))]
 
     def read_queue_entry(self) -> dict[str, Any] | None:
         """The details with which it waits in its cluster's queue (position, owner, priority, needs, since_s, reason);

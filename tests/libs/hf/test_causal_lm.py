@@ -16,7 +16,7 @@ from shoal.api import make_train_spec
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError, RegistryError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
-from shoal.libs.hf.network import PACKABLE, LoraSpec, build_network
+from shoal.libs.hf.network import PACKABLE, build_network
 from shoal.libs.hf.tasks import CausalLM
 from shoal.parallel.deferred.build import build_deferred
 from shoal.registry import Registry
@@ -191,10 +191,6 @@ def test_run_and_manifest_record_the_scale_of_adapters_as_peft_has_it(folder: Pa
     assert Registry().get("causallm").manifest.model.kwargs["args"]["lora"] == used
     merging = CausalLM(model=str(folder), data=data, lora={"rank": 4}, merge=True)
     assert merging.registration().lineage["lora"] == used
-
-
-def test_adapters_of_a_version_that_did_not_record_alpha_are_scaled_by_two() -> None:
-    assert LoraSpec.parse({"rank": 16, "alpha": None}).alpha == 32
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

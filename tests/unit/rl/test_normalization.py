@@ -215,20 +215,6 @@ def test_rewards_of_any_size_teach_the_same(name: str, scale: float) -> None:
         np.testing.assert_array_equal(after[key], factor * each)
 
 
-@pytest.mark.parametrize("name", OFF_POLICY)
-def test_a_checkpoint_of_an_earlier_release_goes_on_in_the_units_of_its_rewards(name: str) -> None:
-    spec, experience = make_case(name)
-    state = learn_scaled(name, 4.0).state_dict()
-    del state["normalizer"]["rewards"]
-    state["model"] = {key: each for key, each in state["model"].items() if not key.endswith("value_scale")}
-    algorithm = make_algorithm(spec, experience)
-    algorithm.load_state_dict(state)
-    batch = ExperienceBatch.from_segments(0, [draw_segment(np.random.default_rng(0), spec)])
-    assert algorithm.normalizer.normalize(batch).rewards.tolist() == batch.rewards.tolist()
-    scales = [each for key, each in algorithm.normalizer.fold(model_arrays(algorithm.model)).items() if "scale" in key]
-    assert scales == [1.0] * (name != "sac")
-
-
 def test_what_is_dropped_and_what_is_first_do_not_spoil_the_statistics(tmp_path: Path) -> None:
     spec, experience = make_case("impala")
     random = np.random.default_rng(1)

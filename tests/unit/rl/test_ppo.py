@@ -14,7 +14,7 @@ from shoal.actor.policy import make_policy
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.models.action_distribution import Categorical
-from shoal.models.actor_critic import ActorCritic, RecurrentActorCritic
+from shoal.models.actor_critic import RecurrentActorCritic
 from shoal.rl.algorithm_config import PPOConfig
 from shoal.rl.algorithms.actor_critic import StepTargets, compute_losses
 from shoal.rl.algorithms.algorithm import make_algorithm
@@ -187,21 +187,6 @@ def test_a_minibatch_whose_only_learner_has_died_says_nothing_of_the_value_targe
     assert known[1] == pytest.approx(known[0], rel=1e-4)
 
 
-def test_a_checkpoint_of_an_earlier_release_keeps_the_unit_of_its_values() -> None:
-    ppo = make_ppo()
-    state = {**ppo.state_dict(), "model": dict(ppo.model.state_dict())}
-    del state["targets"], state["model"]["value_scale"], state["model"]["value_shift"]
-    resumed = make_ppo()
-    resumed.load_state_dict(state)
-    again = make_ppo()
-    for seed in range(3):
-        batch = random_batch(seed, [16] * 4)
-        list(resumed.update(ExperienceBatch(**{**vars(batch), "rewards": batch.rewards + np.float32(100)})))
-    again.load_state_dict(resumed.state_dict())
-    for each in (resumed, again):
-        assert (each.value_scale, float(each.model.value_scale), float(each.model.value_shift)) == (1.0, 1.0, 0.0)
-
-
 def test_one_absurd_reward_does_not_set_the_unit() -> None:
     ppo = make_ppo(epochs=1, minibatch_steps=64)
     for seed in range(20):
@@ -211,19 +196,6 @@ def test_one_absurd_reward_does_not_set_the_unit() -> None:
     batch.rewards[3] = 1e12
     list(ppo.update(batch))
     assert ppo.value_scale < 20 * before
-
-
-def test_weights_of_earlier_releases_have_their_values() -> None:
-    model = ActorCritic(4, 2, (8,))
-    earlier = {name: value for name, value in model.state_dict().items() if not name.startswith("value_")}
-    with torch.no_grad():
-        model.value_scale.fill_(3.0)
-    model = ActorCritic(4, 2, (8,))
-    model.load_state_dict(earlier)
-    assert (float(model.value_scale), float(model.value_shift)) == (1.0, 0.0)
-
-
-# -- a recurrent core: what the actor computed step by step is what the learner unrolls
 
 
 FLAT = gymnasium.spaces.Box(-10, 10, (4,), np.float32)

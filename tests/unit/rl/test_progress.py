@@ -78,6 +78,3 @@ def test_episodes_have_a_spread_and_a_success_rate_also_after_a_restart() -> Non
     again = RunProgress()
     again.restore(progress.dump_state())
     assert again.to_dict()["episode_spread"] == spread
-    older = RunProgress()
-    older.restore("[6, 3, 1.5, [1.0, 3.0], [2, 4]]")  # of a gateway that stored no successes
-    assert older.to_dict()["episode_spread"]["length"] == 3.0

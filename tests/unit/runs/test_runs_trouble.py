@@ -54,18 +54,6 @@ def test_a_mirror_that_fails_is_left_out_and_the_run_is_recorded(
     assert (seen.status, seen.latest()) == (Status.FINISHED, {"x": 2.0})
 
 
-def test_a_record_that_an_earlier_shoal_opened_gets_the_columns_that_it_lacks(shoal_home: Path) -> None:
-    assert runs.list_runs() == []
-    with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as database:
-        for name in ("writer", "copied_from", "revision", "head_at"):
-            database.execute(f"ALTER TABLE runs DROP COLUMN {name}")
-    assert runs.list_runs() == []
-    with runs.create("cartpole", "", "one") as run:
-        run.log(1, {"x": 1.0})
-    assert [each.id for each in runs.list_runs()] == ["one"]
-    assert runs.load("one").latest() == {"x": 1.0}
-
-
 def test_what_cannot_be_written_is_kept_and_written_later(
     run: RunRecorder, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

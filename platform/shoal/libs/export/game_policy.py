@@ -134,7 +134,7 @@ def read_tensors(version: ModelVersion, policy: PolicySpec) -> dict[str, np.ndar
     tensors = decode_tensors(version.snapshot().payload)
     weight, bias = policy.layers[-1]
     if policy.epsilon:
-        scale = tensors.get("value_scale", 1)
+        scale = tensors["value_scale"]
         tensors |= {name: scale * (tensors[name] - tensors[name].mean(0)) for name in (weight, bias)}
     if policy.log_std:
         tensors[weight] = np.concatenate([tensors[weight], np.zeros_like(tensors[weight])])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -63,7 +63,7 @@ PEFT_FIELDS = {  # of LoraSpec, by peft's names
 class LoraSpec(Spec):
     """Adapters of low rank (arXiv:2106.09685) on linear layers.
 
-    alpha:         their outputs are scaled by alpha / rank; None, as in versions that did not record it, is 2 * rank
+    alpha:         their outputs are scaled by alpha / rank
     modules:       the last parts of the layers' names, or "all-linear"; None: those that peft chooses for the type of
                    model
     rslora:        scale by alpha / sqrt(rank) (arXiv:2312.03732)
@@ -78,11 +78,6 @@ class LoraSpec(Spec):
     rslora: bool = False
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-
-    @field_validator("alpha", mode="before")
-    @classmethod
-    def _read_unrecorded_alpha(cls, alpha: object, others: ValidationInfo) -> object:
-        return 2 * others.data["rank"] if alpha is None and "rank" in others.data else alpha
 
 
 def build_network(auto: str, config: Mapping[str, Any], dtype: str, inputs: Sequence[str]) -> nn.Module:

@@ -40,7 +40,7 @@ DRAIN = (
 )
 END_GRACE_S = 30  # beyond `drain_s`, for the end of Ray
 API = "ray.io/v1"
-IMPORT_PATH = "shoal.serve.ray_app:build"
+IMPORT_PATH = "shoal.serve.on_ray.serve_app:build"
 CERTIFICATE, KEY = f"{TLS_FOLDER}/tls.crt", f"{TLS_FOLDER}/tls.key"
 
 

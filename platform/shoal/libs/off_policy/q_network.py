@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.extend.models import AddedBuffers, OwnNetwork, RecurrentLayer, make_encoder, mask_logits
+from shoal.extend.models import OwnNetwork, RecurrentLayer, make_encoder, mask_logits
 
 
-class QNetwork(AddedBuffers):
+class QNetwork(nn.Module):
     """Q(s, a) = V(s) + A(s, a) - mean of A(s, ·) (Wang et al., 1511.06581, equation 9); without `dueling`, A alone.
 
     All hidden layers but the last are common to both streams. `epsilon` is the actors' exploration, which travels with
@@ -25,7 +25,6 @@ class QNetwork(AddedBuffers):
     They are learned in units of `value_scale`, and answered as returns.
     """
 
-    added_state: ClassVar[Mapping[str, float]] = {"value_scale": 1.0}
     epsilon: Tensor
     value_scale: Tensor
 
@@ -39,6 +38,7 @@ class QNetwork(AddedBuffers):
         network: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("value_scale", torch.ones(()))
         self.register_buffer("epsilon", torch.ones(()))
         self.network = OwnNetwork(**network) if network is not None else None
         if self.network is not None:

@@ -174,8 +174,8 @@ class StreamLoop:
         if loaded is not None:
             self.trainer.load_state_dict(loaded.state["trainer"])
             self.deduplicator.load_state_dict(loaded.state["deduplicator"])
-            num_malformed, self.num_redelivered = loaded.state["counts"]
-            self.malformed = Counter(loaded.state.get("malformed", {"other": num_malformed}))
+            self.num_redelivered = loaded.state["counts"][1]
+            self.malformed = Counter(loaded.state["malformed"])
         newest = max((parse_step(path.name) for path in list_newest_first(self._checkpoints)), default=0)
         batches = self._log.recover(self.trainer.num_batches, synced=newest)
         self._source.open(StreamState(0, self.deduplicator.sequences))

@@ -349,8 +349,8 @@ class ActorCriticAlgorithm(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
-        vars(self._targets).update(state.get("targets", {"is_fixed": True}))
-        self._num_learnt = state.get("num_learnt", 0)
+        vars(self._targets).update(state["targets"])
+        self._num_learnt = state["num_learnt"]
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

@@ -83,11 +83,10 @@ class TargetMoments:
         self.num_steps = 0
         self.mean = 0.0
         self.square = 0.0
-        self.is_fixed = False  # values stay as they are: they were learned by an earlier release
 
     def add(self, num_steps: int, mean: float, square: float) -> None:
         """Take the moments of further targets; of much larger ones as if they were LARGER times as large."""
-        if self.is_fixed or not num_steps:
+        if not num_steps:
             return
         if self.num_steps and square > (limit := LARGER**2 * self.square) > 0:
             mean *= math.sqrt(limit / square)
@@ -189,8 +188,6 @@ class Normalizer:
         return {name: each.state_dict() for name, each in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Without the statistics that the learner of the state did not have."""
-        self._moments = {name: each for name, each in self._moments.items() if name in state}
         for name, each in self._moments.items():
             each.load_state_dict(state[name])
 

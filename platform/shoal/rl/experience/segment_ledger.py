@@ -293,9 +293,8 @@ class Ledger:
             for key in self._accounts:
                 self._touch(key)
             own = {name: value for name in logged.facts if (value := self.get_fact(name)) is not None}
-            logged_lease = int(logged.facts.get("next_lease", 1))
-            self._next_lease = logged_lease + LEASE_GAP
-            self._last_opened = int(logged.facts.get("last_opened", logged_lease - 1))
+            self._next_lease = int(logged.facts.get("next_lease", 1)) + LEASE_GAP
+            self._last_opened = int(logged.facts.get("last_opened", 0))
             self._last_acknowledged = int(logged.facts.get("last_settled", 0))
             lease_facts = {
                 "next_lease": str(self._next_lease),
@@ -415,7 +414,7 @@ class Ledger:
         """Read the ledger, and drop the segments queued in a gateway that did not close it."""
         self.load_quarantine()
         self._next_lease = int(self.get_fact("next_lease") or 1)
-        self._last_opened = int(self.get_fact("last_opened") or self._next_lease - 1)
+        self._last_opened = int(self.get_fact("last_opened") or 0)
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT lease_id, consumer, keys FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))

@@ -243,10 +243,11 @@ class RunProgress:
 
     def restore(self, text: str) -> None:
         """Continue from `dump_state` of an earlier incarnation."""
-        self.steps, self.episodes, self.elapsed_before_s, *windows = json.loads(text)
-        for own, values in zip((self.returns, self.lengths, self.successes), windows, strict=False):
-            own.extend(values)  # type: ignore[attr-defined]  # an older gateway has stored no successes
-        self.by_settings = {version: (count, total) for version, (count, total) in (windows[3:] or [[]])[0]}
+        self.steps, self.episodes, self.elapsed_before_s, returns, lengths, successes, settings = json.loads(text)
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
+        self.successes.extend(successes)
+        self.by_settings = {version: (count, total) for version, (count, total) in settings}
 
     def _measure_spread(self) -> dict[str, float]:
         """Of the episodes in the window: the metrics `episode/...`."""

@@ -51,10 +51,6 @@ CREATE TABLE IF NOT EXISTS endpoints (
     time REAL NOT NULL, PRIMARY KEY (run, name)) WITHOUT ROWID;
 """
 
-# A record that an earlier Shoal opened lacks these until that has recorded a run. They may be NULL, and it names none.
-_LATER_COLUMNS = dict.fromkeys(("kind", "writer", "copied_from", "owner"), "TEXT")
-_LATER_COLUMNS |= {"revision": "INTEGER", "head_at": "REAL"}
-
 
 def record_path(home: Path) -> Path:
     """The file of the record."""
@@ -81,10 +77,6 @@ def connect(home: Path) -> sqlite3.Connection:
                         for statement in _SCHEMA.split(";"):
                             connection.execute(statement)
                         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif version == SCHEMA_VERSION and _list_missing_columns(connection):
-            with file_lock(home / "runs.lock", BUSY_TIMEOUT_S), transaction(connection):
-                for name in _list_missing_columns(connection):
-                    connection.execute(f"ALTER TABLE runs ADD COLUMN {name} {_LATER_COLUMNS[name]}")
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
@@ -114,11 +106,6 @@ def translate_read_errors(home: Path) -> Iterator[None]:
 
 def _read_schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _list_missing_columns(connection: sqlite3.Connection) -> list[str]:
-    columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
-    return [name for name in _LATER_COLUMNS if name not in columns]
 
 
 def delete_rows(connection: sqlite3.Connection, number: int) -> None:

@@ -61,6 +61,7 @@ def create(
     job = validate_text("job", job)
     spec = validate_text("spec", spec)
     command = escape_text(command or command_line())
+    kind = kind or infer_kind(spec)
     trackers = find_trackers(spec)
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind, find_owner())
     writer = _make_writer() if os.environ.get("SHOAL_STORE") else None
@@ -82,7 +83,7 @@ def create(
         connection.close()
         raise
     followers = start_followers(run_id, folder, trackers)
-    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, kind or infer_kind(spec))
+    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, kind)
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
@@ -112,8 +113,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
         connection.close()
         raise
     followers = start_followers(row["id"], folder, trackers)
-    known = row["kind"]
-    kind = RunKind(known) if known else infer_kind(spec or row["spec"])
+    kind = RunKind(row["kind"] or RunKind.OTHER)
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, kind)
 
 

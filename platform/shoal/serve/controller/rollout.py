@@ -135,7 +135,7 @@ def finish_rollout(rollout: Rollout) -> Rollout:
     moved = _enter(replace(rollout, stable=stable, candidate=0), Phase.STEADY)
     if stable == before:  # its options alone have changed
         return moved
-    history = list(rollout.history or filter(None, [rollout.previous]))  # a state of before has no history
+    history = list(rollout.history)
     withdrawn = [version for version in rollout.withdrawn if version != stable]
     if rollout.kind != "rollback":
         history += [before] * (before > 0)
@@ -151,8 +151,7 @@ def drop_candidate(rollout: Rollout, reason: str) -> Rollout:
     cleared = _enter(rollout, Phase.STEADY, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
     if not refused or rollout.shares.is_shadow:
         return cleared
-    history = rollout.history or filter(None, [rollout.previous])
-    return _remember(cleared, [*history], [*rollout.withdrawn, refused])
+    return _remember(cleared, list(rollout.history), [*rollout.withdrawn, refused])
 
 
 def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None) -> Rollout:

@@ -26,7 +26,7 @@ from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 from shoal.serve.spec.reach import EVERY_NODE, require_one_address
 
-IMPORT_PATHS = ("shoal.serve.on_ray.serve_app:build", "shoal.serve.ray_app:build")
+IMPORT_PATH = "shoal.serve.on_ray.serve_app:build"
 
 ANY_ADDRESS = "0.0.0.0"
 
@@ -52,7 +52,7 @@ def list_file_endpoints() -> dict[str, dict[str, Any]]:
     return {
         name: (config.get("args") or {}).get("endpoint") or {}
         for name, config in configs.items()
-        if config.get("import_path") in IMPORT_PATHS
+        if config.get("import_path") == IMPORT_PATH
     }
 
 

@@ -126,8 +126,8 @@ class Trainer:
             self._policy.load_state_dict(restored.progress.policy)
             self._callbacks.load_state_dict(restored.progress.callbacks)
             self._event_log.record_event("restored", step=restored.progress.step, damaged=restored.damaged)
-            for step, values, *at in restored.progress.reports:  # one of an older Shoal has no time
-                self._event_log.log(step, values, *at)
+            for report in restored.progress.reports:
+                self._event_log.log(*report)
         elif self.spec.resume:
             self._event_log.record_event(NO_CHECKPOINT)
         step = self.sync.begin(self._progress.step)

@@ -49,8 +49,7 @@ class ModuleTemplate:
 
     A module with a method `predict` is called by it, with the inputs by name, and returns a dict of tensors. Any other
     is called as `forward(*inputs)` in the signature's order, or with what a preprocessing hook gave by the names of its
-    parameters where they have these names. It returns a tensor, a tuple or a dict. Its parts may have `added_state`:
-    numbers for tensors that weights of earlier releases lack, by name.
+    parameters where they have these names. It returns a tensor, a tuple or a dict.
     """
 
     def __init__(self, setting: TemplateConfig) -> None:
@@ -59,11 +58,6 @@ class ModuleTemplate:
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         # A mask may contain infinities on purpose, and then has them from the start.
         self._unbounded = {name for name, tensor in module.state_dict().items() if _count_not_finite(tensor)}
-        self._added = {
-            f"{path}.{name}".lstrip("."): torch.tensor(number)
-            for path, part in module.named_modules()
-            for name, number in getattr(part, "added_state", {}).items()
-        }
         self._has_int8 = any(isinstance(layer, Int8Linear) for layer in module.modules())  # registered so
         self._by_name = callable(getattr(module, "predict", None))
         self._names = frozenset(inspect.signature(module.forward).parameters)
@@ -119,7 +113,7 @@ class ModuleTemplate:
         if self._has_int8 and self._setting.device != "cpu":
             problem = "has int8 layers, which compute on the CPU alone: set device: cpu, or auto"
             raise WeightsError(f"version {snapshot.version} {problem}")
-        tensors = {**self._added, **read_tensors(snapshot)}
+        tensors = read_tensors(snapshot)
         check_names(snapshot.version, self._expected, tensors)
         for name, tensor in tensors.items():
             check_shape(snapshot.version, name, (tensor.shape, tensor.dtype), self._expected[name])
