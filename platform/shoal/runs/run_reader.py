@@ -244,8 +244,6 @@ class Run:
         """What it is called in lists, tables and legends: as its spec names it, or its Task, or its job."""
         return format_name(self.job, self.kind, self.spec)
 
-    title = name  # on the pages of the console
-
     @property
     def duration_s(self) -> float:
         """From creation to the end; to now while running; to the last heartbeat when lost."""
@@ -393,7 +391,7 @@ class Run:
         """Everything except the histories, ready for JSON (non-finite values become None)."""
         best = self.best()
         return {
-            **{name: getattr(self, name) for name in ("id", "name", "job", "title", "spec", "command", "git_revision")},
+            **{name: getattr(self, name) for name in ("id", "name", "job", "spec", "command", "git_revision")},
             "git_dirty": self.git_dirty,
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
             **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "owner", "error")},

@@ -22,13 +22,15 @@ from waiting import wait_for
 SCRIPT = "<img src=x onerror='document.title=\"hostile\"'><script>document.title='hostile'</script>"
 RUN = "20260101-000000-aaaa"
 # An answer about the run comes when `go` is called; `asked`: its page has been drawn, and asks for more.
-DELAY = f"""
-window.plain = window.fetch;
-window.fetch = (path, ...more) => {{
+# The answer from a path is held until `go`.
+DELAY = """
+window.plain ??= window.fetch;
+window.go = null;
+window.fetch = async (path, ...more) => {
   if (path.startsWith("/api/runs?")) window.asked = true;
-  return path === "/api/runs/{RUN}" && !window.go
-    ? new Promise((go) => {{ window.go = go; }}).then(() => plain(path, ...more)) : plain(path, ...more);
-}};
+  const answer = await plain(path, ...more);
+  return path.split("?")[0] === "%s" && !window.go ? new Promise((go) => { window.go = () => go(answer); }) : answer;
+};
 """
 
 
@@ -75,7 +77,7 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         for part, text in (("events", SCRIPT), ("log", SCRIPT), ("spec", "onerror"), ("curves", SCRIPT)):
             open_page(f"run/{RUN}/{part}", f"location.hash.endsWith('{part}') && {says(text)}")
 
-        browser.run(DELAY)
+        browser.run(DELAY % f"/api/runs/{RUN}")
         browser.run(f"location.hash = '#/run/{RUN}/spec'")
         wait("Boolean(window.go)")
         open_page("models", says("No model is registered"))
@@ -114,10 +116,17 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         recorder.log(6, {"loss": 0.1})
         recorder.flush()
         wait(f"{chart}.plot.data[0].length === 6")  # by the stream
+        browser.run(DELAY % f"/api/runs/{RUN}/curves")
         browser.run(f"{chart}.zoom([2, 4]); {chart}.onzoom(2, 4)")
-        recorder.log(7, {"loss": 0.05})
+        wait("Boolean(window.go)")
+        recorder.log(7, {"loss": 0.05})  # while the points of the part are on their way
         recorder.flush()
         wait(f"{chart}.plot.data[0].at(-1) === 7")
+        browser.run("window.go()")
+        recorder.log(8, {"loss": 0.04})
+        recorder.flush()
+        wait(f"{chart}.plot.data[0].at(-1) === 8")
+        assert browser.run(f"{chart}.plot.data[0].includes(7)")
         assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
         wait(f"{took} !== {json.dumps(before)}")  # it counts on
 

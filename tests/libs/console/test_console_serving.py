@@ -322,7 +322,7 @@ def test_lineage_goes_from_the_run_to_the_requests(host: Host) -> None:
     assert nodes["requests shop 7"]["label"] == "1,200 requests"
     assert nodes["requests shop 8"]["to"] == "endpoints/shop/table"
     assert nodes["version 7"]["to"] == "models/table/7"
-    assert open_console().get("/api/models/table/21").json()["run"]["title"] == "training none"
+    assert open_console().get("/api/models/table/21").json()["run"]["name"] == "training none"
     assert found["left_out"] == 22 - len([each for each in nodes if each.startswith("version")]) == 22 - 14
 
 

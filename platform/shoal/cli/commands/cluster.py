@@ -163,7 +163,6 @@ def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
                 "id": run.id,
                 "job": run.job,
                 "name": run.name,
-                "title": run.title,
                 "waiting": describe_wait(run.last_events(since_resumed=True)),
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),

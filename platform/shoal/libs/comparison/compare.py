@@ -221,7 +221,6 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
         "id": run.id,
         "job": run.job,
         "name": run.name,
-        "title": run.title,
         "status": run.status.value,
         "plan": column.plan,
     }

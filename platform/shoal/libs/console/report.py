@@ -74,7 +74,7 @@ def write_page(run: Run) -> Path:
         make_folder(run.folder)
         curves = read_curves(run)
         if panels := list_learning_curves(run, curves):
-            picture = to_png(draw_panels(panels, f"{run.title} · {run.id}"))
+            picture = to_png(draw_panels(panels, f"{run.name} · {run.id}"))
             create_private(run.folder / "learning_curve.png").write_bytes(picture)
         path = create_private(run.folder / "report.html")
         path.write_text(build_page(run, curves), encoding="utf-8")

@@ -52,7 +52,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {
         **run.to_dict(),
         **{name: getattr(panels, name) for name in ("titles", "hidden", "folded", "opens_on")},
-        "name": getattr(run, "name", None),
+        "name": run.name,
         "kind": run.kind.value,
         "incarnation": run.incarnation,
         "fields": fields,

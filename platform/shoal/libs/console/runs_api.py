@@ -36,7 +36,7 @@ MAX_POINTS = 4000
 MAX_OUTPUT_BYTES = 1 << 17
 _CURVES = CurveCache()
 _FIELDS = (
-    *("id", "name", "job", "title", "created_at", "finished_at"),
+    *("id", "name", "job", "created_at", "finished_at"),
     *("host", "owner", "copied_from", "error", "git_revision"),
 )
 
@@ -48,7 +48,7 @@ def list_rows(request: Request) -> Response:
     pinned = read_newest([run for run, _ in listed], request.query_params.getlist("metrics"))
     rows = [
         {
-            **{name: getattr(run, name, None) for name in _FIELDS},
+            **{name: getattr(run, name) for name in _FIELDS},
             **asdict(notes.get(run.id, RunNote())),
             "status": run.status.value,
             "duration_s": None if run.status is Status.RUNNING else run.duration_s,  # rows without news are equal

@@ -59,7 +59,7 @@ def describe_version(request: Request) -> Response:
             "aliases": list(found.aliases),
             "location": found.location,
             "code": [] if code is None else [*code.files, *code.binary],
-            "run": run and {name: getattr(run, name, None) for name in ("name", "title", "owner")},
+            "run": run and {name: getattr(run, name) for name in ("name", "owner")},
         }
     )
 
@@ -121,8 +121,8 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
         if run_id:
             recorded, weights = _find_run(run_id), manifest.weights_version
             step = None if recorded is None else recorded.find_step(weights)
-            title = recorded.title if recorded else "its record is not here"
-            made = add("run", run_id, getattr(recorded, "name", None) or run_id, title, f"run/{run_id}")
+            title = recorded.name if recorded else "its record is not here"
+            made = add("run", run_id, run_id, title, f"run/{run_id}")
             note = "" if step is None else f"step {step:,}"
             key, label = f"{run_id} {weights}", f"weights {weights}"
             origins.append(add("checkpoint", key, label, note, f"run/{run_id}?checkpoint", made))

@@ -52,13 +52,14 @@ export class Board {
 
   async load(run, query = {}) {
     const early = query.quick ? run.early : null, { steps } = this;
+    const seen = new Map([...run.curves].map(([name, curve]) => [name, curve.steps.at(-1)]));
     const answer = await (early ?? readCurves(run.id, { ...steps, ...query }));
     if (this.isClosed || steps !== this.steps) return false; // of another part of the x axis than is shown now
     run.incarnation = answer.incarnation;
     for (const [name, curve] of Object.entries(answer.curves)) {
       const before = run.curves.get(name);
       run.curves.set(name, curve);
-      if (before && !this.range) extend(curve, before); // what came while this was on its way
+      if (before) extend(curve, before, seen.get(name)); // what came while this was on its way
       this.mark(name);
     }
     return answer.sampled;
@@ -184,9 +185,9 @@ export class Board {
   }
 }
 
-/** Adds the points that are later than a curve's last; how many it has then. */
-function extend(curve, { steps, times, values }) {
-  const last = curve.steps.at(-1) ?? -Infinity;
+/** Adds the points that are later than a curve's last, and than those that were `seen` before; how many it has then. */
+function extend(curve, { steps, times, values }, seen = -Infinity) {
+  const last = Math.max(curve.steps.at(-1) ?? -Infinity, seen);
   steps.forEach((step, place) => {
     if (step <= last) return;
     curve.steps.push(step);

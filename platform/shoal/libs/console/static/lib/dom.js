@@ -45,4 +45,4 @@ export function facts(pairs) {
 }
 
 /** A link to the page of a run, by its name where it has one. */
-export const runLink = (id, name) => (stored ? name || id : h("a", { href: `#/run/${encodeURIComponent(id)}`, title: name ? id : null }, name || id));
+export const runLink = (id) => (stored ? id : h("a", { href: `#/run/${encodeURIComponent(id)}` }, id));

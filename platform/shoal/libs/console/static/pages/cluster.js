@@ -13,14 +13,11 @@ export async function open(main) {
   const problem = h("p", { class: "state bad" }), list = h("div"), parts = new Map();
   const none = h("div", { class: "panel", hidden: true }, h("p", {}, "No cluster is up on this host. ", h("code", {}, "shoal up"), " starts one that stays, and ",
     h("code", {}, "shoal run JOB"), " starts one for a run. RAY_ADDRESS names one elsewhere, before the console starts."));
-  let names = new Map();
-  const link = (id) => runLink(id, names.get(id));
   const queue = new Rows(["position", "run", "owner", "priority", "needs", "waits for", "why"], "Queue", "No run waits.");
   const runs = new Rows(["run", "what", "serves", "progress"], "Runs in progress", "None is on.");
   main.replaceChildren(h("h1", {}, "Cluster"), problem, none, list, h("h2", {}, "Queue"), queue.element, h("h2", {}, "Runs in progress"), runs.element);
   return poll(async () => {
     const now = await get("/api/cluster"), clusters = now.clusters ?? [];
-    names = new Map((now.runs ?? []).map((run) => [run.id, run.name]));
     problem.textContent = now.problem;
     none.hidden = !now.clusters || clusters.length > 0;
     for (const [url, part] of parts) {
@@ -28,13 +25,13 @@ export async function open(main) {
     }
     for (const cluster of clusters) {
       if (!parts.has(cluster.dashboard_url)) {
-        parts.set(cluster.dashboard_url, new ClusterPart(cluster, link));
+        parts.set(cluster.dashboard_url, new ClusterPart(cluster));
         list.append(parts.get(cluster.dashboard_url).element);
       }
       parts.get(cluster.dashboard_url).update(cluster);
     }
     queue.show((now.queue ?? []).map((entry) =>
-      [entry.position, link(entry.run), entry.owner, entry.priority, amounts(entry.needs), age(entry.since_s), entry.reason]));
+      [entry.position, runLink(entry.run), entry.owner, entry.priority, amounts(entry.needs), age(entry.since_s), entry.reason]));
     runs.show(listRuns(now.runs ?? [], now.detached ?? []));
   }, REFRESH_MS);
 }
@@ -45,8 +42,7 @@ function share(part, whole, words) {
 }
 
 class ClusterPart {
-  constructor(cluster, link) {
-    this.link = link;
+  constructor(cluster) {
     this.problem = h("p", { class: "state bad" });
     this.facts = h("div");
     this.nodes = new Rows(["node", "CPUs reserved", "GPUs reserved", "load of the CPUs", "memory in use", "GPUs"], "Nodes");
@@ -73,11 +69,11 @@ class ClusterPart {
       node.gpus.map((gpu) => h("div", {}, `${gpu.name}: ${gpu.percent ?? "–"} %, ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`)),
     ]));
     this.holders.show(cluster.reservations.filter((each) => amounts(each.resources) || each.run).map((each) => [
-      each.run ? this.link(each.run) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
+      each.run ? runLink(each.run) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
       Object.entries(each.processes).map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind)).join(", "),
     ]));
     this.jobs.show(cluster.jobs.map((job) => [
-      job.id, job.run ? this.link(job.run) : "none is known", state(job.status.toLowerCase(), TONES[job.status]),
+      job.id, job.run ? runLink(job.run) : "none is known", state(job.status.toLowerCase(), TONES[job.status]),
       age(job.started_at), h("code", {}, job.command.split(" && exec ").at(-1)),
     ]));
   }
@@ -86,7 +82,7 @@ class ClusterPart {
 function listRuns(runs, detached) {
   const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : [...new Set([each.kind, each.name, each.address])].join(" "));
   return [
-    ...runs.map((run) => [runLink(run.id, run.name), run.title, run.endpoints.map((each) => h("div", {}, endpoint(each))),
+    ...runs.map((run) => [runLink(run.id), run.name, run.endpoints.map((each) => h("div", {}, endpoint(each))),
       [run.actors === undefined ? "" : `${number(run.actors)} actors, ${number(run.steps)} steps`, run.waiting].filter(Boolean).join("; ")]),
     ...detached.map((each) => ["without a run", "detached", h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name), ""]),
   ];

@@ -11,12 +11,13 @@ export async function open(main, ids) {
   if (!ids.length) throw new Error("Choose runs in the list of runs first.");
   const runs = await Promise.all(ids.map((id) => get(`/api/runs/${encodeURIComponent(id)}`)));
   const statuses = new Map(runs.map((run) => [run.id, h("span", {}, state(run.status))]));
-  const board = new Board(runs.map((run) => ({ ...run, label: run.name || run.id, group: withoutSeed(run) })), {
+  const label = ({ id, name }) => (runs.filter((each) => each.name === name).length < 2 ? name : `${name} ${id}`);
+  const board = new Board(runs.map((run) => ({ ...run, label: label(run), group: withoutSeed(run) })), {
     onstatus: (id, word) => statuses.get(id)?.replaceChildren(state(word)),
   });
-  const rows = runs.map((run) => [runLink(run.id, run.name), run.title, statuses.get(run.id),
+  const rows = runs.map((run) => [runLink(run.id), run.name, statuses.get(run.id),
     run.best ? `${run.best.name} ${number(run.best.value)}` : "–", took(run)]);
-  main.replaceChildren(h("h1", {}, `${runs.length} runs over each other`), table(["run", "what", "status", "best", "took"], rows),
+  main.replaceChildren(h("h1", {}, `${runs.length} runs over each other`), table(["run", "name", "status", "best", "took"], rows),
     h("h2", {}, "Curves"), board.element, h("h2", {}, "In what their specs differ"), differences(runs));
   await board.open();
   return () => board.close();

@@ -100,7 +100,7 @@ function describe(version) {
   const { model, signature } = version;
   return facts([
     ["registered", moment(version.created_at)],
-    ["made by", version.run_id && h("span", {}, runLink(version.run_id, version.run?.name), ` ${[version.run?.title, version.run?.owner].filter(Boolean).join(", ")}`)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
+    ["made by", version.run_id && h("span", {}, runLink(version.run_id), ` ${[version.run?.name, version.run?.owner].filter(Boolean).join(", ")}`)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
     ["aliases", version.aliases.join(", ")],
     ...Object.entries(version.lineage).map(([name, value]) => [LINEAGE[name] ?? name, sayOrigin(name, value)]),
     ...signature.inputs.map((spec) => ["input", tensor(spec)]), ...signature.outputs.map((spec) => ["output", tensor(spec)]),

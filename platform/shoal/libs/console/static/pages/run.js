@@ -24,10 +24,10 @@ export async function open(main, [id, part]) {
   const opensFirst = (names) => [run.opens_on, ...names.filter((name) => name !== run.opens_on)];
   const names = opensFirst(Object.keys(PARTS).filter((name) => name !== "films" || ["loop", "training"].includes(run.kind)));
   const chosen = names.includes(part) ? part : run.opens_on;
-  const command = run.commands.at(-1), title = run.name ? `${run.name} · ${run.title}` : run.title;
+  const command = run.commands.at(-1);
   const link = (name) => h("a", { href: `#/run/${encodeURIComponent(run.id)}/${name}`, "aria-current": name === chosen ? "page" : null }, PARTS[name][0]);
   main.replaceChildren(
-    h("h1", {}, title, " ", status), h("p", { class: "muted" }, run.id, run.queue ? `, waits: place ${run.queue.position}` : ""),
+    h("h1", {}, run.name, " ", status), h("p", { class: "muted" }, run.id, run.queue ? `, waits: place ${run.queue.position}` : ""),
     h("div", { class: "panel" }, facts([
       ["command", h("code", {}, command)], ["first started by", command === run.command ? null : h("code", {}, run.command)], ["started", `${moment(run.created_at)}${run.owner ? ` by ${run.owner}` : ""}`],
       ["took", took(run)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
@@ -43,7 +43,7 @@ export async function open(main, [id, part]) {
     ...(stored ? [] : [h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link))]), place,
   );
   if (stored) {
-    document.title = `${title} · ${run.id}`;
+    document.title = `${run.name} · ${run.id}`;
     for (const name of opensFirst(STORED)) {
       const part = h("div");
       place.append(h("h2", {}, PARTS[name][0]), part);

@@ -60,7 +60,7 @@ export async function openSpec(place, run) {
   };
   place.replaceChildren(h("div", { class: "row" }, other), found, text);
   const runs = await get("/api/runs", { limit: 300 });
-  other.append(...runs.filter((each) => each.id !== run.id && each.job === run.job).map((each) => h("option", { value: each.id }, `${each.name || each.id} ${each.title}`)));
+  other.append(...runs.filter((each) => each.id !== run.id && each.job === run.job).map((each) => h("option", { value: each.id }, `${each.name} ${each.id}`)));
 }
 
 /** A table of the fields in which the specs of runs differ. */
@@ -68,5 +68,5 @@ export function differences(runs) {
   const paths = [...new Set(runs.flatMap((run) => Object.keys(run.fields)))].sort();
   const rows = paths.map((path) => [path, ...runs.map((run) => (path in run.fields ? show(run.fields[path]) : "–"))])
     .filter(([, ...values]) => new Set(values).size > 1);
-  return rows.length ? table(["field", ...runs.map((run) => run.name || run.id)], rows) : h("p", {}, "Their specs are the same.");
+  return rows.length ? table(["field", ...runs.map((run) => `${run.name} ${run.id}`)], rows) : h("p", {}, "Their specs are the same.");
 }

@@ -40,8 +40,8 @@ class RunsPage {
     const check = (run) => h("input", { type: "checkbox", "aria-label": `Select ${run.id}`, checked: this.selected.has(run.id), onchange: (event) => this.select(run.id, event.target.checked) });
     this.table = new Table([
       { name: "✓", value: (run) => !this.selected.has(run.id), cell: check },
-      { name: "run", value: (run) => run.name || run.id, cell: (run) => runLink(run.id, run.name) },
-      { name: "what", value: (run) => run.title, cell: (run) => run.title },
+      { name: "run", value: (run) => run.id, cell: (run) => runLink(run.id) },
+      { name: "name", value: (run) => run.name, cell: (run) => run.name },
       { name: "status", value: (run) => run.status, cell: (run) => state(run.status) },
       { name: "best", number: true, value: (run) => run.best?.[1], cell: (run) => (run.best ? `${run.best[0]} ${number(run.best[1])}` : "") },
       ...this.pinned.map((name) => ({ name, number: true, value: (run) => run.values[name], cell: (run) => (name in run.values ? number(run.values[name]) : "") })),
@@ -84,7 +84,7 @@ class RunsPage {
 
   show() {
     const words = this.words.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const text = (run) => [run.id, run.name, run.title, run.status, run.kind, run.host, run.owner, run.note, ...run.tags].join(" ").toLowerCase();
+    const text = (run) => [run.id, run.name, run.status, run.kind, run.host, run.owner, run.note, ...run.tags].join(" ").toLowerCase();
     const chosen = Object.entries(this.choices).filter(([, select]) => select.value).map(([name, select]) => [CHOICES[name], select.value]);
     this.chosen = this.runs.filter((run) => (this.archived.checked || !run.archived) && chosen.every(([find, value]) => find(run).includes(value))
       && (!words.length || words.every((word) => text(run).includes(word))));
