@@ -6,9 +6,11 @@ import itertools
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from multiprocessing.connection import deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from gang_models import (
 )
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
+from shoal.channel.connection import Channel
 from shoal.errors import ConfigError, PlanError, WeightsError
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.member import load_shard
@@ -41,7 +44,7 @@ from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightFile, WeightSnapshot, WeightStore
-from waiting import wait_for
+from waiting import STATE_S, wait_for
 
 
 def make_requests(model: str, num_rows: int = 16) -> list[dict[str, np.ndarray]]:
@@ -90,6 +93,21 @@ def test_a_version_is_loaded_flipped_and_dropped_on_all_workers() -> None:
         del one
         wait_for(lambda: [len(member._versions) for member in launcher.members] == [1, 1])
         assert_same(two, predictor_of(first, None).load(second.snapshot()), "ConvNet")
+
+
+def test_a_worker_that_admits_its_replica_late_does_not_take_another_worker_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prove, launcher, delays = Channel.prove, ThreadLauncher(), [0.3]
+
+    def prove_late(self: Channel, secret: bytes, *challenges: Any) -> None:
+        prove(self, secret, *challenges)
+        if challenges[0] is deliver_challenge and secret == launcher.members[1].address.secret and delays:
+            threading.Event().wait(delays.pop())  # at the worker's end of its first connection
+
+    monkeypatch.setattr(Channel, "prove", prove_late)
+    with closing(Gang(launcher, 2, "pipeline")) as gang, ThreadPoolExecutor(1) as pool:
+        pool.submit(gang.start).result(STATE_S)
 
 
 def test_two_batches_are_computed_at_once() -> None:

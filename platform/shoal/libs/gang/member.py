@@ -75,6 +75,7 @@ class GangMember:
         torch.set_num_threads(torch_threads)
         try:
             replica = self._accept()
+            replica.send(WorkerAnswer())  # only then may other workers connect: who is admitted first is the replica
             while isinstance(message := replica.receive(), BuildModel):
                 try:
                     build_model(message.factory)

@@ -52,7 +52,10 @@ class StartedWorkers(NamedTuple):
         """Start workers, and connect to them. Raises ClusterError, GangLost."""
         addresses = launcher.start(count)
         try:
-            return cls(addresses, [connect(address) for address in addresses])
+            channels = [connect(address) for address in addresses]
+            for channel in channels:
+                channel.receive()
+            return cls(addresses, channels)
         except ConnectionLost as error:
             raise GangLost(f"it cannot be reached: {error}") from error
 
