@@ -410,7 +410,7 @@ def test_the_recorder_says_what_a_tracker_lacks_at_the_end(own_tracker: Path, mo
 
 def test_a_tracker_without_its_library_is_refused_before_anything_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"track = 'wandb'.*not installed.*pip install 'shoal\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"track = 'wandb'.*not installed.*pip install 'CHECKOUT\[wandb\]'"):
         runs.create("job", "track: [wandb]\n", "two")
     with pytest.raises(RunError):
         runs.load("two")
