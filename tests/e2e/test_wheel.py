@@ -22,7 +22,7 @@ from shoal_program import ROOT, Program
 MOUNTS = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"]
 # Hosts install it from these: what each has there is a file or folder here.
 SOURCES = {target.removeprefix("~/shoal/"): ROOT / source for target, source in MOUNTS.items() if "~/shoal/" in target}
-IGNORED = ("__pycache__", "node_modules")
+IGNORED = ("__pycache__", "node_modules", "shoal.egg-info")
 VERBS = """
 import json, sys
 from shoal.cli import cli

@@ -59,11 +59,11 @@ class FirstGame:
         self._routes: dict[bytes, None] = {}  # of those that have the token
         self._sweep_at = 0.0
 
-    def format_addresses(self) -> list[str]:
-        """Where games may connect, by the advertised host or the spec's: by ZeroMQ, and by WebSocket where the run has
-        that."""
-        host, port = self.spec.gateway.advertised
-        host = host or self.spec.gateway.host
+    def format_addresses(self, host: str = "") -> list[str]:
+        """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: by default the
+        advertised, or the spec's"""
+        advertised, port = self.spec.gateway.advertised
+        host = advertised or host or self.spec.gateway.host
         addresses = [format_address("tcp", host, port or self._connections.port)]
         if websocket := format_websocket_address(self._connections.listener, host):
             addresses.append(websocket)
