@@ -324,6 +324,18 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
     book.sample()
     (model,) = book.describe_endpoint()["models"]
     assert (model["requests"], model["errors"]) == (3020, 0)  # those of the first, too
+    cluster.now_s += 60.0
+    answer(second, 30)
+    report(second)
+    book.sample()
+    (model,) = book.describe_endpoint()["models"]
+    ((_, version, per_s, _),) = model["history"]
+    assert (version, per_s) == (1, 40 / 64)  # of the minute and a bit that this controller has seen, of who is there
+    assert model["requests"] == 3050
+    report(first)  # which was taken for lost
+    cluster.now_s += 1.0
+    book.sample()
+    assert book.describe_endpoint()["models"][0]["requests"] == 3050
 
 
 def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:

@@ -65,8 +65,7 @@ class StatusReporter:
         self._facts = facts
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
-        # By model and replica, also of those that have ended.
-        self._totals: dict[str, dict[str, VersionCounts]] = defaultdict(dict)
+        self._ended: dict[str, dict[str, VersionCounts]] = {}  # by replica and model
         self._minute: tuple[float, Counts] = (clock(), {})  # when the present one began, and the counts then
         self._history: defaultdict[str, deque[tuple[float, int, float, float | None]]] = defaultdict(
             lambda: deque(maxlen=MAX_HISTORY)
@@ -79,10 +78,12 @@ class StatusReporter:
             self._sampled_s = now_s
             heard = [report for report in self._controller.reports.values() if report.pid]
             counted = {report.replica: _counts(report) for report in heard}
+            for replica, models in (self._samples[-1][1] if self._samples else {}).items():
+                if replica not in self._controller.reports:
+                    self._ended[replica] = {name: counts.sum_requests() for name, counts in models.items()}
+            for replica in counted.keys() & self._ended.keys():  # it was taken for lost
+                del self._ended[replica]
             self._samples.append((now_s, counted))
-            for replica, models in counted.items():
-                for name, counts in models.items():
-                    self._totals[name][replica] = counts.sum_requests()
             begun_s, minute = self._minute
             self._minute = (begun_s, {**counted, **minute})
             if now_s - begun_s >= MINUTE_S:
@@ -148,7 +149,12 @@ class StatusReporter:
             ModelStatus,
             rollout,
             options,
-            merge([VersionCounts(), *self._totals[name].values()]),
+            merge(
+                [
+                    VersionCounts() if counts is None else counts.sum_requests(),
+                    *(models[name] for models in self._ended.values() if name in models),
+                ]
+            ),
             name=name,
             state="READY" if rollout.stable else STATES.get(rollout.phase, "READY"),
             reason=(
