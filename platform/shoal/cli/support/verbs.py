@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -67,11 +68,12 @@ def verb(
         @functools.wraps(function)
         def call(**given: Any) -> None:
             as_json = given["as_json"] if asks_json else given.pop("as_json", False)
-            from shoal.runs.waits import WaitReporter  # here: `--help` needs no runs
+            with ExitStack() as waiting:
+                if work:
+                    from shoal.runs.waits import WaitReporter  # here: other verbs need no runs
 
-            if work:
-                interrupt_on_termination()
-            with WaitReporter(work):
+                    interrupt_on_termination()
+                    waiting.enter_context(WaitReporter(work))
                 result = function(**given)
                 if as_json and show is not None:
                     print_json(result if to_json is None else to_json(result))
