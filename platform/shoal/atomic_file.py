@@ -32,8 +32,8 @@ def is_newer_format(found: object, known: int) -> bool:
 
 def require_known_format(path: Path | str, document: object, known: int, error: type[Exception]) -> None:
     """Raise `error` where a file's content is of a higher format than this release reads."""
-    if isinstance(document, dict) and is_newer_format(found := document.get("format"), known):
-        raise error(describe_newer_format(path, found, known))
+    if isinstance(document, dict) and is_newer_format(number := document.get("format"), known):
+        raise error(describe_newer_format(path, number, known))
 
 
 def log_unknown_fields(path: Path | str, names: Iterable[str]) -> None:

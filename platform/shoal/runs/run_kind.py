@@ -65,8 +65,8 @@ def format_name(job: str, kind: RunKind, spec: str) -> str:
 
 def _find(field: str, spec: str) -> str:
     """The first text of a field; "" for none. A list of runs is no time to parse all of their YAML."""
-    found = re.search(rf"^{field}: ['\"]?([^'\"\n]+)", spec, re.MULTILINE)
-    return found[1] if found else ""
+    line = re.search(rf"^{field}: ['\"]?([^'\"\n]+)", spec, re.MULTILINE)
+    return line[1] if line else ""
 
 
 def infer_kind(spec: str) -> RunKind:

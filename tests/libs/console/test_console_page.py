@@ -21,8 +21,7 @@ from waiting import wait_for
 
 SCRIPT = "<img src=x onerror='document.title=\"hostile\"'><script>document.title='hostile'</script>"
 RUN = "20260101-000000-aaaa"
-# An answer about the run comes when `go` is called; `asked`: its page has been drawn, and asks for more.
-# The answer from a path is held until `go`.
+# The answer of a path is held until `go` is called; `asked`: the page of runs has been drawn, and asks for more.
 DELAY = """
 window.plain ??= window.fetch;
 window.go = null;
@@ -54,6 +53,41 @@ def recorder() -> Iterator[runs.RunRecorder]:
         (recorder.folder / "logs" / "driver.log").write_text(f"{SCRIPT}\n")
         change_note(RUN, {"note": SCRIPT, "tags": [SCRIPT[:40]]})
         yield recorder
+
+
+def follow_charts(browser: Chromium, recorder: runs.RunRecorder) -> None:
+    """The charts of a run's page: their order, what comes by the stream, and a part of one."""
+
+    def wait(script: str) -> Any:
+        return wait_for(lambda: browser.run(script), what=script)
+
+    names = "[...document.querySelectorAll('.chart')].map((each) => each.chart.name)"
+    wait(f"{names}.length === 3")
+    assert browser.run(names) == ["loss", SCRIPT, "wait/data"]  # losses first, waits folded
+    folded = "document.querySelector('details')"
+    browser.run(f"{folded}.open = true; {folded}.scrollIntoView()")
+    wait(f"{folded}.querySelector('.chart').chart.plot?.scales.y.min === -1")  # of zeros, not to 100
+    browser.run("scrollTo(0, 0)")
+    chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
+    wait(f"{chart}?.plot?.data[0].length === 5")
+    took = "[...document.querySelectorAll('dt')].find((each) => each.textContent === 'took').nextSibling.textContent"
+    before = browser.run(took)
+    recorder.log(6, {"loss": 0.1})
+    recorder.flush()
+    wait(f"{chart}.plot.data[0].length === 6")  # by the stream
+    browser.run(DELAY % f"/api/runs/{RUN}/curves")
+    browser.run(f"{chart}.zoom([2, 4]); {chart}.onzoom(2, 4)")
+    wait("Boolean(window.go)")
+    recorder.log(7, {"loss": 0.05})  # while the points of the part are on their way
+    recorder.flush()
+    wait(f"{chart}.plot.data[0].at(-1) === 7")
+    browser.run("window.go()")
+    recorder.log(8, {"loss": 0.04})
+    recorder.flush()
+    wait(f"{chart}.plot.data[0].at(-1) === 8")
+    assert browser.run(f"{chart}.plot.data[0].includes(7)")
+    assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
+    wait(f"{took} !== {json.dumps(before)}")  # it counts on
 
 
 def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None:
@@ -100,35 +134,7 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         browser.run(f"((each) => {{ {write} }})(document.querySelector('.note textarea'))")
         wait_for(lambda: read_notes()[RUN].note == "mine", what="the note")
 
-        names = "[...document.querySelectorAll('.chart')].map((each) => each.chart.name)"
-        wait(f"{names}.length === 3")
-        assert browser.run(names) == ["loss", SCRIPT, "wait/data"]  # losses first, waits folded
-        folded = "document.querySelector('details')"
-        browser.run(f"{folded}.open = true; {folded}.scrollIntoView()")
-        wait(f"{folded}.querySelector('.chart').chart.plot?.scales.y.min === -1")  # of zeros, not to 100
-        browser.run("scrollTo(0, 0)")
-        chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
-        wait(f"{chart}?.plot?.data[0].length === 5")
-        took = (
-            "[...document.querySelectorAll('dt')].find((each) => each.textContent === 'took').nextSibling.textContent"
-        )
-        before = browser.run(took)
-        recorder.log(6, {"loss": 0.1})
-        recorder.flush()
-        wait(f"{chart}.plot.data[0].length === 6")  # by the stream
-        browser.run(DELAY % f"/api/runs/{RUN}/curves")
-        browser.run(f"{chart}.zoom([2, 4]); {chart}.onzoom(2, 4)")
-        wait("Boolean(window.go)")
-        recorder.log(7, {"loss": 0.05})  # while the points of the part are on their way
-        recorder.flush()
-        wait(f"{chart}.plot.data[0].at(-1) === 7")
-        browser.run("window.go()")
-        recorder.log(8, {"loss": 0.04})
-        recorder.flush()
-        wait(f"{chart}.plot.data[0].at(-1) === 8")
-        assert browser.run(f"{chart}.plot.data[0].includes(7)")
-        assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
-        wait(f"{took} !== {json.dumps(before)}")  # it counts on
+        follow_charts(browser, recorder)
 
         page = f"<!doctype html><iframe src='{address}' onload='window.loaded=1'></iframe>"
         with answering(lambda path: page.encode()) as site:  # a page of another site

@@ -87,11 +87,11 @@ def check_packages(
     """The installed packages against those that the extra needs, and their versions against its ranges."""
     needed, problems = list(_required(list(map(Requirement, requirements)), extra)), []
     for requirement in needed:
-        found = installed(requirement.name)
-        if found is None:
+        version = installed(requirement.name)
+        if version is None:
             problems.append(f"{requirement.name} is not installed")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            problems.append(f"{requirement.name} {found} is installed, {requirement.specifier} is needed")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name} {version} is installed, {requirement.specifier} is needed")
     if problems:
         return Finding("packages", Level.FAIL, "; ".join(dict.fromkeys(problems)), format_install(extra))
     return Finding("packages", Level.OK, f"{len(needed)} fit what the extra {extra!r} needs")

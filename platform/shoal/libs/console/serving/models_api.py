@@ -50,14 +50,14 @@ def describe_model(request: Request) -> Response:
 
 def describe_version(request: Request) -> Response:
     """Everything of a version's manifest, but for the text of its code."""
-    found = _open_registry(store_url()).get("{name}@{version}".format(**request.path_params))
-    manifest = json.loads(found.manifest.model_dump_json(exclude={"model": {"code"}}))
-    code, run = found.manifest.model.code, _find_run(found.manifest.run_id)
+    version = _open_registry(store_url()).get("{name}@{version}".format(**request.path_params))
+    manifest = json.loads(version.manifest.model_dump_json(exclude={"model": {"code"}}))
+    code, run = version.manifest.model.code, _find_run(version.manifest.run_id)
     return answer_json(
         {
             **manifest,
-            "aliases": list(found.aliases),
-            "location": found.location,
+            "aliases": list(version.aliases),
+            "location": version.location,
             "code": [] if code is None else [*code.files, *code.binary],
             "run": run and {name: getattr(run, name) for name in ("name", "owner")},
         }
@@ -122,10 +122,10 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
             recorded, weights = _find_run(run_id), manifest.weights_version
             step = None if recorded is None else recorded.find_step(weights)
             title = recorded.name if recorded else "its record is not here"
-            made = add("run", run_id, run_id, title, f"run/{run_id}")
+            run_node = add("run", run_id, run_id, title, f"run/{run_id}")
             note = "" if step is None else f"step {step:,}"
             key, label = f"{run_id} {weights}", f"weights {weights}"
-            origins.append(add("checkpoint", key, label, note, f"run/{run_id}?checkpoint", made))
+            origins.append(add("checkpoint", key, label, note, f"run/{run_id}?checkpoint", run_node))
         for word, value in manifest.lineage.items():
             if isinstance(value, str) and _REFERENCE.fullmatch(value):
                 origins.append(add("base", value, value, word, f"models/{value.replace('@', '/')}"))
