@@ -133,13 +133,16 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     def lines() -> list[str]:
         return format_plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]), "http://here")[1:]
 
+    def versions() -> list[str]:
+        return [line.partition(":")[0] for line in lines() if line.startswith("moody@")]
+
     await endpoint.publish(moody(2))
-    await until(lambda: len(lines()) == 2)
-    assert [line.partition(":")[0] for line in lines()] == ["moody@1 loaded", "moody@2 stable"]
+    await until(lambda: versions() == ["moody@1 loaded", "moody@2 stable"])
     assert "share 100%" in lines()[1]
     assert lines()[1].endswith("follows a run")
+    await until(lambda: any(line.endswith(" rows since the deployment") for line in lines()))
     await endpoint.administer("rollback", "moody")
-    await until(lambda: [line.partition(":")[0] for line in lines()] == ["moody@1 stable"])
+    await until(lambda: versions() == ["moody@1 stable"])
     assert lines()[0].endswith("pinned at version 1 of a run")
     assert format_shares(seen(endpoint)) == "100% by 1 (stable), pinned at version 1 of a run"
     await endpoint.administer("promote", "moody")
