@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,7 @@ class Library:
     extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name;
                 in the group "shoal.panels" by the kind of a run: its `RunPanels`
     names:      attributes of the package `shoal`: a module, or `module:name`
+    needs:      other libraries that it imports; without one of them it is not there
     heading:    of its verbs in `shoal --help`: "begin", "train", "play", "serve", "look" or "operate"
     """
 
@@ -35,13 +36,14 @@ class Library:
     displays: Mapping[str, str] = field(default_factory=dict)
     extensions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     heading: str = "operate"
 
 
 @cache
 def find_libraries() -> tuple[Library, ...]:
     """Those of `shoal.libs`, then those of other packages. Raises ConfigError for one that cannot be imported."""
-    return tuple(_load(reference) for reference in _list_references())
+    return _select_complete([_load(reference) for reference in _list_references()])
 
 
 @cache
@@ -51,7 +53,12 @@ def find_sound_libraries() -> tuple[Library, ...]:
     for reference in _list_references():
         with suppress(ConfigError):
             libraries.append(_load(reference))
-    return tuple(libraries)
+    return _select_complete(libraries)
+
+
+def _select_complete(libraries: Sequence[Library]) -> tuple[Library, ...]:
+    names = {each.name for each in libraries}
+    return tuple(each for each in libraries if names.issuperset(each.needs))
 
 
 def collect_extensions(group: str) -> dict[str, str]:

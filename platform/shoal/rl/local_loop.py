@@ -19,6 +19,7 @@ from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
+from shoal.rl.gateway.episode_front import OpenFront
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
@@ -49,7 +50,13 @@ class LocalLoop:
     """A run in this process, its files in `folder`. Use as a context manager, or `start()` and `close()`."""
 
     def __init__(
-        self, spec: RLSpec, experience: ExperienceSpec, folder: Path, token: str, target_return: float | None = None
+        self,
+        spec: RLSpec,
+        experience: ExperienceSpec,
+        folder: Path,
+        token: str,
+        target_return: float | None = None,
+        front: OpenFront | None = None,
     ) -> None:
         require_one_process(spec)
         make_folder(folder)
@@ -65,6 +72,7 @@ class LocalLoop:
                 run_id=folder.name,
                 target_return=target_return,
                 settings=spec.settings,
+                front=front,
             )
             setting.site.prepare()
             self.gateway = Gateway.of_run(spec, setting, self.store)

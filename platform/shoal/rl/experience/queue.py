@@ -280,7 +280,8 @@ class ExperienceQueue:
                 self._unlearnable.update(key for key, outcome in named if outcome is DropReason.NON_FINITE)
             if accused:
                 self._drop(lambda key, _: key[0] in accused, DropReason.QUARANTINED)
-            return is_mine
+        self.on_space_freed()  # for who waits until its segments are learnt
+        return is_mine
 
     def take_unlearnable(self) -> Counter[ActorKey]:
         """How many segments of each actor had no finite loss, since the last call."""

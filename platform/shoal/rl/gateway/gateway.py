@@ -26,6 +26,7 @@ from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.connections import Connections
+from shoal.rl.gateway.episode_front import EpisodeFront
 from shoal.rl.gateway.handshake import Handshake
 from shoal.rl.gateway.listener import Listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
@@ -83,6 +84,7 @@ class Gateway:
         self._admission = Admission(state)
         self._inference = RemoteInference(state, self._admission.store, self._wake)
         self._users: UserEpisodes | None = None
+        self._front: EpisodeFront | None = None
         self._handshake = Handshake(state, self._inference)
         self._is_ledger_unwritable = False
         self._sent_version = 0  # to all sessions that wait for it
@@ -130,6 +132,8 @@ class Gateway:
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         self._state.restore()
+        if self.setting.front is not None:
+            self._front = self.setting.front.open(self._state, self._admission.store, self._wake)
         self.queue.on_space_freed = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
@@ -145,7 +149,10 @@ class Gateway:
         """Whether its threads run; True before `start` and after `close`."""
         has_log = self._group_commit is None or self._group_commit.is_alive
         return self._stopping.is_set() or (
-            has_log and self._inference.is_alive and all(thread.is_alive() for thread in self._threads)
+            has_log
+            and self._inference.is_alive
+            and (self._front is None or self._front.is_alive)
+            and all(thread.is_alive() for thread in self._threads)
         )
 
     def close(self, finished: bool = False) -> None:
@@ -156,6 +163,8 @@ class Gateway:
         if self._stopping.is_set():
             return
         self._finished = finished
+        if self._front is not None:
+            self._front.close()
         self._stopping.set()
         if not self.port:  # it never started
             self.queue.close()
@@ -191,6 +200,7 @@ class Gateway:
                 "segments": self.queue.ledger.get_totals().to_dict(),
                 "remote_inference": self._inference.get_counts(),
                 "user_episodes": self._users.get_counts() if self._users else None,
+                "sessions": self._front.get_counts() if self._front else None,
                 **self._state.get_counts(),
             }
 
@@ -322,6 +332,8 @@ class Gateway:
         """Take what users have asked, and answer the observations for which there are actions."""
         if self._users is not None:
             self._users.run_round()
+        if self._front is not None:
+            self._front.run_round()
         for key, answer, frames in self._inference.run_round():
             if self._users is not None and key == self._users.key and isinstance(answer, ActionMessage):
                 self._users.deliver(answer)

@@ -177,6 +177,11 @@ class SlotEngine:
         return self._admission.list_step_times()
 
     @property
+    def length(self) -> int:
+        """Tokens of an answer with its prompt, at most."""
+        return self._limits.length
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._running or self._queue or self._submitted or self._weights.has_incoming or self._cancelled)

@@ -1,0 +1,297 @@
+"""The HTTP paths of sessions, as a bare ASGI application: `/shoal/v1/sessions` for drivers, `/s/ID/v1/` for agents.
+
+Below `/s/` the language API answers, with its model in place of the session's. Status codes are chosen by what stock
+clients do: 408, 409, 429, 5xx come again, nothing else does (docs/agents-protocol.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from shoal.errors import InferenceError
+from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
+from shoal.libs.agents.service import SessionError, SessionService
+from shoal.libs.agents.session_texts import Sampler, SessionTexts
+from shoal.libs.agents.sessions import Ending, Opening, Session
+from shoal.libs.language.api.app import LanguageApp
+from shoal.serve.protocol.request_limits import RequestLimits
+
+PREFIX = "/shoal/v1/sessions"
+_AGENT = re.compile(r"/s/(s[0-9a-f]{20})(/.*)")
+_SESSION = re.compile(rf"{PREFIX}/(s[0-9a-f]+)(?:/(end|rewards|touch))?")
+_REPLY_ID = re.compile(rb'"id":"([^"]{1,80})"')
+_JSON = [(b"content-type", b"application/json")]
+Json = dict[str, Any]
+
+
+class TurnReward(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST …/rewards`. turn: the id of the answer"""
+
+    turn: str
+    reward: float
+
+
+class Exchange:
+    """An answer of the language API on its way: collected for who asks again, and held back until its turns are on the
+    disk. send: of its client; None where it is collected alone."""
+
+    def __init__(self, service: SessionService, texts: SessionTexts, request: bytes, send: Send | None) -> None:
+        self._service = service
+        self._texts = texts
+        self._request = request
+        self._send = send
+        self._head: Message = {}
+        self._body: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        """Takes what the language API sends."""
+        if message["type"] == "http.response.start":
+            self._head = message
+        else:
+            self._body.append(message.get("body", b""))
+            await self._write(is_last=not message.get("more_body", False))
+        if self._send is not None:
+            await self._send(message)
+
+    async def finish(self) -> None:
+        """Write the turn of an answer whose client has left."""
+        await self._write(is_last=False)
+
+    async def deliver(self, send: Send) -> None:
+        """Send what was collected."""
+        await _reply(send, self._head["status"], self._head["headers"], b"".join(self._body))
+
+    async def _write(self, is_last: bool) -> None:
+        turns, self._texts.turns = self._texts.turns, []
+        body = b"".join(self._body)
+        found = _REPLY_ID.search(body)
+        answer = None
+        if is_last and self._head["status"] == 200:
+            head = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self._head["headers"]]
+            answer = self._request, msgspec.json.encode(head), body
+        if turns or answer:
+            await self._service.write_turns(self._texts.session, turns, found[1].decode() if found else "", answer)
+
+
+class SessionApp:
+    """token: of the run, by which drivers open sessions. get_url: of this server, for clients; "" for the one that a
+    request names"""
+
+    def __init__(self, service: SessionService, sampler: Sampler, token: str, get_url: Callable[[], str]) -> None:
+        self._service = service
+        self._sampler = sampler
+        self._token = token.encode()
+        self._get_url = get_url
+        self._limits = RequestLimits()
+        self._access = AccessControl(None, [])
+        self._running: dict[tuple[str, bytes], asyncio.Task[Exchange]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        is_anthropic = scope["path"].endswith(("/messages", "/messages/count_tokens"))
+        try:
+            if match := _AGENT.fullmatch(scope["path"]):
+                await self._converse(match[1], scope, receive, send)
+            else:
+                await self._administer(scope, receive, send)
+        except InferenceError as error:
+            await _send_error(send, error, is_anthropic)
+        except msgspec.DecodeError as error:
+            await _send_error(send, SessionError(400, "invalid", f"the body: {error}"), is_anthropic)
+
+    # -- drivers --------------------------------------------------------------------------------------------------
+
+    async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"].rstrip("/"), scope["method"]
+        if path == PREFIX and method == "POST":
+            self._require_token(scope)
+            opening = msgspec.json.decode(await self._read(receive), type=Opening)
+            session, key = await self._service.open(opening, _find_header(scope, b"idempotency-key").decode("latin-1"))
+            await _send_json(send, 201, self._describe_opened(scope, session, key))
+            return
+        match = _SESSION.fullmatch(path)
+        if match is None or method != ("POST" if match[2] else "GET"):
+            raise SessionError(404, "no_such_path", f"there is no {method} {path[:200]!r}")
+        session_id, verb = match[1], match[2]
+        if verb is None:
+            self._require_token(scope)
+            await _send_json(send, 200, self._service.export(session_id))
+            return
+        body = await self._read(receive)
+        if verb == "end":
+            ending = msgspec.json.decode(body, type=Ending)
+            self._require_either(scope, session_id)
+            await _send_json(send, 200, await self._service.end(session_id, ending))
+            return
+        self._require_either(scope, session_id)
+        session = self._service.touch(session_id)
+        if verb == "rewards":
+            given = msgspec.json.decode(body, type=TurnReward)
+            self._service.reward_turn(session, given.turn, given.reward)
+            await _send_json(send, 200, {})
+        else:
+            await _reply(send, 204, [], b"")
+
+    def _describe_opened(self, scope: Scope, session: Session, key: str) -> Json:
+        origin = self._get_url() or f"{scope['scheme']}://{_find_header(scope, b'host').decode('latin-1')}"
+        root = f"{origin}/s/{session.id}"
+        environment = {
+            "OPENAI_BASE_URL": f"{root}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": key,
+        }
+        return {
+            "id": session.id,
+            "base_url": f"{root}/v1",
+            "key": key,
+            "env": environment,
+            "version": self._service.get_version(),
+            "expires_at": datetime.fromtimestamp(session.expires_at, UTC).isoformat(),
+        }
+
+    # -- agents ---------------------------------------------------------------------------------------------------
+
+    async def _converse(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        self._require_session_key(scope, session_id)
+        session = self._service.touch(session_id)
+        if scope["method"] != "POST":
+            app = LanguageApp(SessionTexts(self._service, self._sampler, session), self._access, self._limits)
+            await app(scope, receive, send)
+            return
+        body = await self._read(receive)
+        named, retries = _find_header(scope, b"idempotency-key"), _find_header(scope, b"x-stainless-retry-count")
+        request = hashlib.blake2b(b"\0".join((scope["path"].encode(), named, body)), digest_size=16).digest()
+        if named or (retries.isdigit() and int(retries)):
+            if (running := self._running.get((session_id, request))) is not None:
+                self._service.counts["repeated"] += 1
+                await (await asyncio.shield(running)).deliver(send)
+                return
+            if (written := self._service.find_answer(session, request)) is not None:
+                self._service.counts["repeated"] += 1
+                head = [
+                    (name.encode("latin-1"), value.encode("latin-1")) for name, value in msgspec.json.decode(written[0])
+                ]
+                await _reply(send, 200, head, written[1])
+                return
+        texts = SessionTexts(self._service, self._sampler, session)
+        is_stream = re.search(rb'"stream"\s*:\s*true', body) is not None
+        exchange = Exchange(self._service, texts, request, send if is_stream else None)
+        app = LanguageApp(texts, self._access, self._limits)
+        headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in (b"authorization", b"x-api-key", b"idempotency-key")
+        ]
+        answering = self._answer(
+            app, {**scope, "headers": headers}, _replay(body, receive if is_stream else None), exchange, session
+        )
+        if is_stream:
+            await answering
+            return
+        # Its client may leave and ask again: it gets this answer.
+        task = self._running[session_id, request] = asyncio.ensure_future(answering)
+        task.add_done_callback(lambda _: self._running.pop((session_id, request), None))
+        await (await asyncio.shield(task)).deliver(send)
+
+    async def _answer(
+        self, app: LanguageApp, scope: Scope, receive: Receive, exchange: Exchange, session: Session
+    ) -> Exchange:
+        session.num_running += 1
+        try:
+            await app(scope, receive, exchange.send)
+        finally:
+            session.num_running -= 1
+            await exchange.finish()
+        return exchange
+
+    # -- keys and bodies ------------------------------------------------------------------------------------------
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise InferenceError(400, "the client has left")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._limits.max_body_bytes:
+                raise InferenceError(413, f"the body is larger than {self._limits.max_body_bytes} bytes")
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _require_token(self, scope: Scope) -> None:
+        if not hmac.compare_digest(_find_key(scope), self._token):
+            raise InferenceError(401, "sessions are opened with the run's token: authorization: Bearer TOKEN")
+
+    def _require_either(self, scope: Scope, session_id: str) -> None:
+        if not hmac.compare_digest(_find_key(scope), self._token):
+            self._require_session_key(scope, session_id)
+
+    def _require_session_key(self, scope: Scope, session_id: str) -> None:
+        given = hashlib.sha256(_find_key(scope)).digest()
+        if not hmac.compare_digest(given, self._service.find_key(session_id)):
+            raise InferenceError(401, "the key is not that of this session")
+
+
+def _find_header(scope: Scope, name: bytes) -> bytes:
+    return next((value for header, value in scope["headers"] if header == name), b"")
+
+
+def _find_key(scope: Scope) -> bytes:
+    given = _find_header(scope, b"authorization") or _find_header(scope, b"x-api-key")
+    return given.removeprefix(b"Bearer ").strip()
+
+
+def _replay(body: bytes, receive: Receive | None) -> Receive:
+    """What the application receives: the body, then what its client does; nothing, where that does not matter."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        if messages:
+            return messages.pop()
+        if receive is None:
+            await asyncio.Event().wait()
+        assert receive is not None
+        return await receive()
+
+    return replay
+
+
+async def _send_json(send: Send, status: int, content: object) -> None:
+    await _reply(send, status, _JSON, msgspec.json.encode(content))
+
+
+async def _reply(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+    head = [each for each in headers if each[0] != b"content-length"]
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [*head, (b"content-length", b"%d" % len(body))]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_error(send: Send, error: InferenceError, is_anthropic: bool) -> None:
+    code = error.code if isinstance(error, SessionError) else None
+    described: Json = {
+        "message": error.message,
+        "type": "invalid_request_error",
+        "code": code,
+        "param": error.field or None,
+    }
+    headers = list(_JSON)
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+    elif error.status not in (503, 504):
+        headers.append((b"x-should-retry", b"false"))
+    content = {"type": "error", "error": described} if is_anthropic else {"error": described}
+    await _reply(send, error.status, headers, msgspec.json.encode(content))

@@ -1,0 +1,52 @@
+"""The credit of a run's sessions: so many may be open, or wait for the learner, that none is too old when it is learnt.
+
+A group takes the credit of all its sessions at its first opening, so that no group waits for its last ones. First
+come, first served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Credit:
+    """total: sessions that may be open or unlearnt at once. Used on one event loop."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.left = total
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self, num: int, timeout_s: float) -> bool:
+        """Wait for the credit of `num` sessions; False when it does not come in time."""
+        if not self._waiting and num <= self.left:
+            self.left -= num
+            return True
+        admitted = asyncio.get_running_loop().create_future()
+        entry = (num, admitted)
+        self._waiting.append(entry)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await admitted
+        except TimeoutError:
+            return False
+        finally:
+            if (admitted.done() and admitted.cancelled()) or not admitted.done():
+                self._waiting.remove(entry)
+                self._admit()  # behind it, a smaller group may wait
+        return True
+
+    def give_back(self, num: int) -> None:
+        """Sessions are over: learnt, or dropped."""
+        self.left += num
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.left:
+            num, admitted = self._waiting.popleft()
+            self.left -= num
+            admitted.set_result(None)

@@ -1,0 +1,167 @@
+"""A run of agents, from its command to its record and its registered version.
+
+    gateway and learner up ► sessions announced ► drivers ► steps ► target, limit or time ► registered
+
+Called by jobs/agents.py, in a process connected to a Ray cluster. The gateway's process samples; the learner's learns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import shoal.runs
+from shoal.errors import ConfigError, NotReached, RecordUnwritable
+from shoal.extend.cluster import end_programs, job_main, start_program
+from shoal.extend.flows import recorded_run
+from shoal.extend.rl import ActorLearnerWorkers, GatewaySetting
+from shoal.extend.runs import RunRecorder, Status, print_line
+from shoal.home import load_access_token
+from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
+from shoal.libs.agents.front import AgentsFrontSetting
+from shoal.libs.agents.model import open_pretrained, register
+from shoal.libs.agents.service import SessionRules
+from shoal.libs.agents.sessions import GroupRules
+from shoal.libs.agents.spec import AgentsSpec
+
+JOB = "agents"
+POLL_S = 0.5
+PRINT_S = 2.0
+FINISH_S = 30.0
+
+
+def agents_main(recipe: AgentsSpec) -> None:
+    """The main function of jobs/agents.py."""
+    job_main(recipe, run_agents, JOB, check)
+
+
+def check(spec: AgentsSpec) -> None:
+    """Raises ConfigError for a model that cannot be trained by its answers, and for an algorithm that learns no texts."""
+    if not spec.model:
+        raise ConfigError("model", "", "is not given", "name a folder of Hugging Face, or NAME@VERSION")
+    if not isinstance(spec.algorithm, PolicyGradientTextConfig):
+        raise ConfigError("algorithm", spec.algorithm.name, "learns no texts", "algorithm=grpo, rloo or reinforce_pp")
+    if spec.agents and not spec.env:
+        raise ConfigError("env", "", "is not given", "name the tasks, as env=reasoning_gym:chain_sum, or agents=0")
+    open_pretrained(spec.model)
+
+
+def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> GatewaySetting:
+    """What the run's gateway is started with."""
+    algorithm = spec.text_algorithm
+    model = open_pretrained(spec.model)
+    sessions = spec.sessions
+    rules = SessionRules(
+        GroupRules(algorithm.baseline, sessions.group_s, sessions.min_group, sessions.truncated),
+        algorithm.groups_per_step,
+        spec.credit,
+        sessions.wait_s,
+        algorithm.temperature,
+        spec.max_tokens,
+        sessions.cancelled,
+    )
+    front = AgentsFrontSetting(spec.model, folder, token, rules, sessions.host, sessions.port, spec.slots, spec.length)
+    rl_spec = spec.make_rl_spec()
+    experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)
+    return GatewaySetting.of_run(rl_spec, experience, folder, token, run_id=run_id, front=front)
+
+
+def run_agents(spec: AgentsSpec, job: str) -> str:
+    """Run until the target, the limit of steps or the end of its time; returns its id. Raises NotReached."""
+    check(spec)
+    with recorded_run(spec, job, JOB, "gateway_ready") as recorder:
+        with ExitStack() as closing:
+            run = AgentsRun(spec, recorder, closing)
+            run.learn()
+            run.finish()
+        if run.missed:
+            recorder.finish(Status.NOT_REACHED, run.missed)
+    if run.missed:
+        raise NotReached(run.missed)
+    return recorder.id
+
+
+class AgentsRun:
+    """One run: its workers, its own driver, and what it has logged."""
+
+    def __init__(self, spec: AgentsSpec, recorder: RunRecorder, closing: ExitStack) -> None:
+        self.spec = spec
+        self.recorder = recorder
+        self.missed = ""
+        token = load_access_token()
+        setting = make_setting(spec, recorder.folder, token, recorder.id)
+        setting.site.prepare()
+        has_learnt = bool(spec.resume) and shoal.runs.load(spec.resume).num_versions() > 0
+        self._workers = ActorLearnerWorkers(spec.make_rl_spec(), setting, has_learnt)
+        closing.callback(self._workers.close)
+        self._workers.wait_for_gateway()
+        self._gateway, self._learner = dict[str, Any](), dict[str, Any]()
+        self._poll()
+        self.url: str = self._gateway["sessions"]["url"]
+        recorder.record_event("gateway_ready", address=self.url)
+        recorder.record_endpoint("sessions", "sessions", self.url, "ready")
+        print_line(f"run {recorder.id}: sessions are opened at {self.url}/shoal/v1/sessions")
+        if spec.agents:
+            self._start_driver(token, closing)
+
+    def _start_driver(self, token: str, closing: ExitStack) -> None:
+        spec = self.spec
+        group_size = spec.text_algorithm.group_size
+        command = [sys.executable, "-m", "shoal.libs.agents.driver", self.url, "--env", spec.env]
+        command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(spec.learner.seed)]
+        command += ["--agent", spec.agent] if spec.agent else []
+        driver = start_program(command, self.recorder.folder / "driver.log", {"SHOAL_TOKEN": token})
+        closing.callback(end_programs, [driver], FINISH_S)
+
+    def learn(self) -> None:
+        """Follow the run until it is over."""
+        spec = self.spec
+        started_s: float | None = None
+        printed_s = 0.0
+        while True:
+            self._poll()
+            sessions, metrics = self._gateway["sessions"], self._learner["metrics"]
+            if started_s is None and sessions.get("opened"):
+                started_s = time.monotonic()
+            self._log(sessions, metrics)
+            if time.monotonic() - printed_s >= PRINT_S:
+                printed_s = time.monotonic()
+                reward = "-" if sessions["reward"] is None else f"{sessions['reward']:.3f}"
+                print_line(f"step {self._learner['updates']:,} | reward {reward} | {sessions['open']} sessions open")
+            is_full = sessions.get("ended", 0) >= sessions["window"]
+            if spec.target_reward is not None and is_full and (sessions["reward"] or 0.0) >= spec.target_reward:
+                return
+            if spec.max_steps is not None and self._learner["updates"] >= spec.max_steps:
+                break
+            if started_s is not None and time.monotonic() - started_s > spec.max_wall_s:
+                break
+            time.sleep(POLL_S)
+        if spec.target_reward is not None:
+            self.missed = f"the mean reward is {self._gateway['sessions']['reward']}, of {spec.target_reward:g}"
+
+    def finish(self) -> None:
+        """Register the newest weights."""
+        snapshot = self._workers.pause_learner()
+        self._poll()
+        version = register(
+            self.spec.model, self.spec.name, snapshot, self.recorder.id, self._gateway["sessions"]["reward"]
+        )
+        print_line(f"registered {version.ref}")
+        self._workers.finish_learner(FINISH_S)
+        self._workers.close_gateway()
+        self.recorder.record_endpoint("sessions", "sessions", self.url, "closed")
+
+    def _poll(self) -> None:
+        gateway, learner = self._workers.stats()
+        self._gateway, self._learner = gateway or self._gateway, learner or self._learner
+        for published in self._workers.take_published():
+            with suppress(RecordUnwritable):
+                self.recorder.record_weights(*published)
+
+    def _log(self, sessions: dict[str, Any], metrics: dict[str, float]) -> None:
+        counts = {f"sessions/{name}": float(each) for name, each in sessions.items() if isinstance(each, int | float)}
+        with suppress(RecordUnwritable):
+            self.recorder.log(self._learner["updates"], counts | metrics)

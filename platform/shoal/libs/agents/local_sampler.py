@@ -1,0 +1,140 @@
+"""An engine in the gateway's process, which follows the run's weights: for one machine, without an endpoint.
+
+Its thread steps while there is work. Implements `Sampler`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError, InferenceError
+from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.text_model import TextCall
+from shoal.weights import WeightSnapshot, decode_tensors
+
+IDLE_S = 0.2  # between two looks for newer weights, without work
+
+
+class _Events:
+    """Those of one request, from the engine's thread to its reader."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[TokenEvent | Exception] = deque()
+        self._ready = asyncio.Event()
+
+    def put(self, event: TokenEvent | Exception) -> None:
+        """From the engine's thread."""
+        self._events.append(event)
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def take(self) -> TokenEvent:
+        """The next event. Raises the error that has ended the engine."""
+        while not self._events:
+            self._ready.clear()
+            await self._ready.wait()
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+
+class LocalSampler:
+    """module: a causal network of transformers, whose weights are replaced by those of `get_weights`.
+
+    get_weights: the newest snapshot, or None before the first
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        tokenizer: Any,
+        stop_tokens: tuple[int, ...],
+        get_weights: Callable[[], WeightSnapshot | None],
+        slots: int,
+        length: int | None = None,
+        torch_threads: int = 1,
+    ) -> None:
+        self._engine = SlotEngine(module, 0, tokenizer, stop_tokens, slots, length, chunk=512, max_queued=4096)
+        self.context = self._engine.length
+        self._get_weights = get_weights
+        self._torch_threads = torch_threads
+        self._events: dict[int, _Events] = {}
+        self._lock = threading.Lock()  # of the above: an event never comes before its request is known
+        self._has_work = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
+        """See `TextModel`."""
+        events, running = _Events(), request.num_answers
+        with self._lock:
+            if self._is_closed:
+                raise InferenceError(503, "the sampler is closing", retry_after_s=1.0)
+            try:
+                number = self._engine.submit(request)
+            except ConfigError as error:
+                raise InferenceError(400, str(error), field=error.field) from None
+            self._events[number] = events
+        self._has_work.set()
+        try:
+            while running:
+                event = await events.take()
+                running -= event.finish is not None
+                yield event
+        finally:
+            with self._lock:
+                self._events.pop(number, None)
+            if running:
+                self._engine.cancel(number)
+                self._has_work.set()
+
+    def close(self) -> None:
+        """End what runs with 503. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._has_work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)
+        version = 0
+        error = InferenceError(503, "the sampler is closing", retry_after_s=1.0)
+        try:
+            while not self._is_closed:
+                snapshot = self._get_weights()
+                if snapshot is not None and snapshot.version != version:
+                    version = snapshot.version
+                    tensors = decode_tensors(snapshot.payload)
+                    self._engine.set_weights(
+                        version, {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
+                    )
+                if not (version and self._engine.has_work):
+                    self._has_work.wait(IDLE_S)
+                    self._has_work.clear()
+                    continue
+                for event in self._engine.step():
+                    with self._lock:
+                        events = self._events.get(event.request)
+                    if events is not None:
+                        events.put(event)
+        except Exception as failure:
+            error = InferenceError(500, f"the sampler has failed: {failure}")
+            raise
+        finally:
+            with self._lock:
+                self._is_closed = True
+                waiting, self._events = list(self._events.values()), {}
+            for each in waiting:
+                each.put(error)

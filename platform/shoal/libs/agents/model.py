@@ -1,0 +1,63 @@
+"""The language model of a run of agents: its folder, its network without weights, its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.errors import needs_extra
+from shoal.extend.registry import ModelVersion
+from shoal.weights import WeightSnapshot, decode_tensors
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """module: a causal network of transformers with fresh weights; stop_tokens: those that end an answer"""
+
+    module: torch.nn.Module
+    tokenizer: Any
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, as the network has it."""
+        return int(self.module.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+
+
+def open_pretrained(pretrained: str) -> PretrainedModel:
+    """The model of a folder, in float32. Raises ConfigError."""
+    with needs_extra("language"):
+        import transformers
+
+        from shoal.libs.hf.source import find_folder, load_tokenizer, make_config, read_config, read_json
+    folder = find_folder(pretrained)
+    config = make_config(read_config(folder))
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(folder)
+    generation = Path(folder, "generation_config.json")
+    given = read_json("model", generation).get("eos_token_id") if generation.is_file() else None
+    stops: set[int] = set()
+    for each in (given, config.eos_token_id, tokenizer.eos_token_id):
+        stops.update([each] if isinstance(each, int) else each or ())
+    return PretrainedModel(module, tokenizer, tuple(sorted(stops)))
+
+
+def register(pretrained: str, name: str, snapshot: WeightSnapshot, run_id: str, reward: float | None) -> ModelVersion:
+    """Register weights as a version of the model, with its tokenizer, under `name` or the model's. Raises ConfigError."""
+    from safetensors.torch import save_file
+
+    from shoal.libs.hf.source import COMPANIONS, find_folder, make_model_name, open_draft
+    from shoal.libs.hf.transfer import pull
+
+    folder = find_folder(pretrained)
+    with open_draft() as draft:
+        for each in folder.iterdir():
+            if each.name in (*COMPANIONS, "config.json", "generation_config.json"):
+                shutil.copyfile(each, draft / each.name)
+        arrays = decode_tensors(snapshot.payload)
+        save_file({key: torch.from_numpy(each.copy()) for key, each in arrays.items()}, draft / "model.safetensors")
+        return pull(str(draft), name or make_model_name(pretrained), kind="causal_lm")

@@ -1,0 +1,365 @@
+"""The sessions of a run as they live: opened by credit, continued, ended, settled by groups, and written before answers.
+
+Lives on the event loop of the gateway's HTTP server. A group that is settled gives segments; those of a whole step of
+the learner are handed over at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.errors import InferenceError
+from shoal.libs.agents.credit import Credit
+from shoal.libs.agents.session_store import SessionStore, Statement, count, read_sessions
+from shoal.libs.agents.sessions import (
+    MAX_TASK_BYTES,
+    Ending,
+    Group,
+    GroupRules,
+    Opening,
+    Session,
+    SettledGroup,
+    State,
+    count_versions,
+)
+from shoal.libs.agents.token_tree import TokenTree, Turn
+from shoal.wire.segment import Segment
+
+SWEEP_S = 0.25
+_OPEN = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, 'open', '', NULL, NULL)"
+_END = "UPDATE sessions SET state = ?, why = ?, ending = ?, ended_at = ? WHERE id = ?"
+
+
+class SessionError(InferenceError):
+    """A refusal with the code that clients of sessions know."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(status, message, retry_after_s)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class SessionRules:
+    """What the run says of its sessions.
+
+    groups:          how they are settled
+    groups_per_step: settled groups that the learner takes at once
+    credit:          sessions that may be open or unlearnt
+    wait_s:          for credit, within a request
+    temperature:     of what is sampled for training
+    max_tokens:      of an answer, at most
+    cancelled:       whether an answer is learnt whose client has left
+    """
+
+    groups: GroupRules
+    groups_per_step: int
+    credit: int
+    wait_s: float = 30.0
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    cancelled: Literal["drop", "train"] = "drop"
+
+
+@dataclass
+class Step:
+    """Segments that are learnt together. num_sessions: of its groups, dropped ones too, whose credit it holds"""
+
+    segments: list[Segment]
+    num_sessions: int
+    tokens: Counter[int]
+
+
+class SessionService:
+    """tokenizer: of the model. emit: takes the segments of a step. get_version: that of the newest weights"""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        tokenizer: Any,
+        rules: SessionRules,
+        emit: Callable[[Step], None],
+        get_version: Callable[[], int],
+    ) -> None:
+        self.rules = rules
+        self.tokenizer = tokenizer
+        self._store = store
+        self._emit = emit
+        self.get_version = get_version
+        self._credit = Credit(rules.credit)
+        self._sessions: dict[str, Session] = {}  # that are open
+        self._groups: dict[str, Group] = {}
+        self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
+        self._settled: list[SettledGroup] = []  # of the next step
+        self.counts = Counter[str]()
+        self.rewards: deque[float] = deque(maxlen=256)
+        self.is_over = False
+
+    # -- opening and ending ---------------------------------------------------------------------------------------
+
+    async def open(self, opening: Opening, token_key: str) -> tuple[Session, str]:
+        """A new session and its key; with the same idempotency key again the same one. Raises SessionError (400, 410,
+        429)."""
+        if self.is_over:
+            raise SessionError(410, "run_over", "the run is over")
+        encoded = msgspec.json.encode(opening)
+        if len(encoded) > MAX_TASK_BYTES:
+            raise SessionError(400, "invalid", f"task: larger than {MAX_TASK_BYTES} bytes")
+        if opening.group_size > self._credit.total:
+            problem = f"group_size = {opening.group_size}: the run takes {self._credit.total} sessions at once"
+            raise SessionError(400, "invalid", problem)
+        if token_key and (known := self._store.read("SELECT id FROM sessions WHERE token_key = ?", token_key)):
+            session = self._sessions.get(known[0][0])
+            if session is None:
+                raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
+            return session, self._renew_key(session)
+        name = opening.group or f"g{secrets.token_hex(10)}"
+        if opening.purpose == "train" and not await self._take_place(name, opening.group_size):
+            problem = f"the run has as many sessions as it can learn from in time ({self._credit.total})"
+            raise SessionError(429, "no_credit", problem, 5.0)
+        now_s, key = time.time(), f"shs_{secrets.token_urlsafe(24)}"
+        session = Session(
+            f"s{secrets.token_hex(10)}",
+            hashlib.sha256(key.encode()).digest(),
+            opening,
+            now_s,
+            TokenTree(self.tokenizer),
+            now_s,
+            name,
+        )
+        self._sessions[session.id] = session
+        if opening.purpose == "train":
+            self._groups[name].members.append(session)
+        self.counts["opened"] += 1
+        await self._store.write(Statement(_OPEN, (session.id, session.key, now_s, encoded, token_key)))
+        return session, key
+
+    def _renew_key(self, session: Session) -> str:
+        """Another key in place of one whose answer may have been lost: only its hash is kept."""
+        key = f"shs_{secrets.token_urlsafe(24)}"
+        session.key = hashlib.sha256(key.encode()).digest()
+        return key
+
+    async def _take_place(self, name: str, size: int) -> bool:
+        """A place in the group, whose first session takes the credit of all."""
+        group = self._groups.get(name)
+        if group is None:
+            task = self._opening.get(name)
+            if task is None:
+                task = self._opening[name] = asyncio.ensure_future(self._open_group(name, size))
+            if not await asyncio.shield(task):
+                return False
+            group = self._groups[name]
+        if not group.left:
+            raise SessionError(400, "group_full", f"the group {name!r} has its sessions")
+        group.left -= 1
+        return True
+
+    async def _open_group(self, name: str, size: int) -> bool:
+        try:
+            has_credit = await self._credit.take(size, self.rules.wait_s)
+            if has_credit:
+                self._groups[name] = Group(name, size)
+            return has_credit
+        finally:
+            del self._opening[name]
+
+    def find(self, session_id: str) -> Session:
+        """An open session. Raises SessionError (404, 410)."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            row = self._store.read("SELECT state, why FROM sessions WHERE id = ?", session_id)
+            if not row:
+                raise SessionError(404, "session_unknown", "this run has never opened such a session")
+            state, why = row[0]
+            raise SessionError(410, "session_over", f"the session is over ({state}{': ' + why if why else ''})")
+        if lapse := session.describe_lapse(time.time()):
+            raise SessionError(410, "session_over", f"the session is over (expired: {lapse})")
+        return session
+
+    def touch(self, session_id: str) -> Session:
+        """An open session that is in use. Raises SessionError (404, 410)."""
+        session = self.find(session_id)
+        session.seen_at = time.time()
+        return session
+
+    def find_key(self, session_id: str) -> bytes:
+        """SHA-256 of a session's key, also of one that is over. Raises SessionError (404)."""
+        if (session := self._sessions.get(session_id)) is not None:
+            return session.key
+        if not (row := self._store.read("SELECT key FROM sessions WHERE id = ?", session_id)):
+            raise SessionError(404, "session_unknown", "this run has never opened such a session")
+        return bytes(row[0][0])
+
+    def export(self, session_id: str) -> dict[str, Any]:
+        """A session with its turns and segments, as plain values. Raises SessionError (404)."""
+        return export_session(self._store.path, session_id, self.tokenizer)
+
+    async def end(self, session_id: str, ending: Ending) -> dict[str, Any]:
+        """End a session; the same again is answered alike. Raises InferenceError (400), SessionError (404, 410, 422)."""
+        ending.require_valid()
+        encoded = msgspec.json.encode(ending)
+        session = self._sessions.get(session_id)
+        if session is None:
+            row = self._store.read("SELECT state, ending FROM sessions WHERE id = ?", session_id)
+            if row and row[0][1] is not None:
+                if bytes(row[0][1]) != encoded:
+                    raise SessionError(422, "end_differs", "the session has ended with another body")
+                return self._describe_end(row[0][0], load_tree(self._store.path, session_id, self.tokenizer))
+            self.find(session_id)
+            raise AssertionError("a session that is not open was found")
+        session.ending = ending
+        state: State = "failed" if ending.failed else "ended"
+        if session.reward is not None:
+            self.rewards.append(session.reward)
+        await self._close(session, state, ending.failed)
+        return self._describe_end(state, session.tree)
+
+    @staticmethod
+    def _describe_end(state: str, tree: TokenTree) -> dict[str, Any]:
+        trained = sum(int(each.trains.sum()) for each in tree.segments()) if state == "ended" else 0
+        tokens = {"sampled": count_versions(tree.turns.values()).total(), "trains": trained}
+        return {"state": state, "turns": len(tree.turns), "tokens": tokens}
+
+    async def _close(self, session: Session, state: State, why: str) -> None:
+        """Let a session end; its group may be complete by that."""
+        now_s = time.time()
+        session.state, session.why = state, why
+        del self._sessions[session.id]
+        self.counts[state] += 1
+        if (group := self._groups.get(session.group)) is not None:
+            group.ended_at = group.ended_at or now_s
+        ending = None if session.ending is None else msgspec.json.encode(session.ending)
+        await self._store.write(Statement(_END, (state, why, ending, now_s, session.id)))
+        await self._settle(now_s)
+
+    async def sweep(self) -> None:
+        """Let sessions expire, and settle groups whose time is over; until it is cancelled."""
+        while True:
+            now_s = time.time()
+            for session in list(self._sessions.values()):
+                if lapse := session.describe_lapse(now_s):
+                    await self._close(session, "expired", lapse)
+            await self._settle(now_s)
+            await asyncio.sleep(SWEEP_S)
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    async def write_turns(
+        self, session: Session, turns: Sequence[Turn], reply: str, answer: tuple[bytes, bytes, bytes] | None
+    ) -> None:
+        """Put turns on the disk, and the answer (the request's key, its head and body) for who asks again."""
+        statements = [
+            Statement(
+                "INSERT INTO turns VALUES (?, ?, ?, ?)", (session.id, each.id, reply, msgspec.msgpack.encode(each))
+            )
+            for each in turns
+        ]
+        sampled = count_versions(turns)
+        statements += [count("sampled", version, num) for version, num in sampled.items()]
+        self.counts["sampled_tokens"] += sampled.total()
+        if answer is not None:
+            statements.append(Statement("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (session.id, *answer)))
+        await self._store.write(*statements)
+
+    def find_answer(self, session: Session, request: bytes) -> tuple[bytes, bytes] | None:
+        """The head and the body of the answer to this request, if it was written."""
+        rows = self._store.read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session.id, request)
+        return rows[0] if rows else None  # type: ignore[return-value]
+
+    def reward_turn(self, session: Session, reply: str, reward: float) -> None:
+        """Reward an answer by its id. Raises SessionError (404)."""
+        if not self._store.read("SELECT 1 FROM turns WHERE session = ? AND reply = ? LIMIT 1", session.id, reply):
+            raise SessionError(404, "turn_unknown", f"the session has no answer {reply[:80]!r}")
+        session.rewards[reply] = reward
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    async def _settle(self, now_s: float) -> None:
+        for name, group in list(self._groups.items()):
+            if not group.is_complete(now_s, self.rules.groups.group_s):
+                continue
+            del self._groups[name]
+            for each in group.members:
+                if each.state == "open":
+                    await self._close(
+                        each, "evicted", f"its group was settled without it after {self.rules.groups.group_s:g} s"
+                    )
+            self._settled.append(self.rules.groups.settle(group))
+        while len(self._settled) >= self.rules.groups_per_step:
+            taken = self._settled[: self.rules.groups_per_step]
+            del self._settled[: len(taken)]
+            await self._hand_over(taken)
+
+    async def _hand_over(self, groups: Sequence[SettledGroup]) -> None:
+        step = Step([], 0, Counter())
+        dropped = Counter[tuple[str, int]]()
+        for group in groups:
+            step.segments += group.segments
+            step.num_sessions += group.num_reserved + group.num_sessions.total()
+            step.tokens += group.emitted
+            dropped += group.dropped
+            self.counts.update({f"dropped_{reason}": num for reason, num in group.num_sessions.items() if reason})
+        await self._store.write(
+            *(count(reason, version, num) for (reason, version), num in dropped.items()),
+            *(count("emitted", version, num) for version, num in step.tokens.items()),
+        )
+        self.counts["steps"] += 1
+        if step.segments:
+            self._emit(step)
+        else:
+            self.take_back(step.num_sessions)
+
+    def take_back(self, num_sessions: int) -> None:
+        """A step has been learnt."""
+        self._credit.give_back(num_sessions)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Counts, for the record of the run."""
+        return {
+            **self.counts,
+            "open": len(self._sessions),
+            "waiting": self._credit.num_waiting,
+            "credit": self._credit.left,
+            "window": self.rewards.maxlen,
+            "reward": sum(self.rewards) / len(self.rewards) if self.rewards else None,
+        }
+
+
+def load_tree(path: Path, session_id: str, tokenizer: Any) -> TokenTree:
+    """The turns of a session that are on the disk."""
+    rows = read_sessions(path, "SELECT turn FROM turns WHERE session = ? ORDER BY number", session_id)
+    tree = TokenTree(tokenizer)
+    tree.restore(msgspec.msgpack.decode(row[0], type=Turn) for row in rows)
+    return tree
+
+
+def export_session(path: Path, session_id: str, tokenizer: Any) -> dict[str, Any]:
+    """A session with its turns and segments, as plain values. Raises SessionError (404)."""
+    rows = read_sessions(path, "SELECT opening, state, why, ending FROM sessions WHERE id = ?", session_id)
+    if not rows:
+        raise SessionError(404, "session_unknown", "this run has never opened such a session")
+    opening, state, why, ending = rows[0]
+    tree = load_tree(path, session_id, tokenizer)
+    segments = [
+        {name: getattr(segment, name).tolist() for name in ("tokens", "trains", "logprobs", "versions")}
+        for segment in tree.segments()
+    ]
+    return {
+        "id": session_id,
+        **msgspec.json.decode(opening),
+        "state": state,
+        "why": why,
+        "ending": None if ending is None else msgspec.json.decode(ending),
+        "turns": len(tree.turns),
+        "segments": segments,
+    }

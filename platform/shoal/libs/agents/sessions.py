@@ -1,0 +1,238 @@
+"""The sessions of a run, and their groups: how each ends, and what becomes of its tokens. Pure: times are given.
+
+A session is one episode of an agent elsewhere. Sessions of one task are a group: its baseline is computed when the
+group is settled, once, and travels in the segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from shoal.errors import InferenceError
+from shoal.libs.agents.baselines import Baseline, compute_advantages
+from shoal.libs.agents.token_tree import TokenSegment, TokenTree, Turn
+from shoal.wire.segment import Segment
+
+MAX_TASK_BYTES = 65_536
+State = Literal["open", "ended", "failed", "expired", "evicted"]
+Seconds = Annotated[float, Meta(gt=0, le=30 * 24 * 3600)]
+
+
+class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /shoal/v1/sessions`.
+
+    group:      of the same task; "" for a group of its own
+    group_size: sessions in the group
+    task:       any JSON, stored and shown
+    idle_s:     without a request, after which the session expires
+    deadline_s: of the whole episode, by the clock
+    version:    that answers an eval session from begin to end; None: the newest at each request
+    """
+
+    group: Annotated[str, Meta(max_length=256)] = ""
+    group_size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    task: Any = None
+    idle_s: Seconds = 600.0
+    deadline_s: Seconds = 3600.0
+    purpose: Literal["train", "eval"] = "train"
+    version: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /shoal/v1/sessions/ID/end`: a reward, or why there is none.
+
+    truncated: the episode was cut off by a limit of steps or time
+    """
+
+    reward: float | None = None
+    failed: Annotated[str, Meta(max_length=1000)] = ""
+    truncated: bool = False
+
+    def require_valid(self) -> None:
+        """Raises InferenceError (400): no reward is no reward, and never a low one."""
+        if (self.reward is None) != bool(self.failed):
+            raise InferenceError(400, "give a reward, or as `failed` why there is none", field="reward")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise InferenceError(400, f"reward: {self.reward} is not finite", field="reward")
+
+
+@dataclass(eq=False)
+class Session:
+    """One session.
+
+    key:         SHA-256 of its key
+    seen_at:     of its last request; times are seconds since 1970
+    num_running: its requests in progress, during which it does not idle
+    why:         of an end without a reward
+    rewards:     of turns, by the id of the answer
+    """
+
+    id: str
+    key: bytes
+    opening: Opening
+    opened_at: float
+    tree: TokenTree
+    seen_at: float
+    group: str
+    state: State = "open"
+    why: str = ""
+    ending: Ending | None = None
+    num_running: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def expires_at(self) -> float:
+        return self.opened_at + self.opening.deadline_s
+
+    @property
+    def reward(self) -> float | None:
+        """That of its end, and of its turns; None without an end that has one."""
+        if self.ending is None or self.ending.reward is None:
+            return None
+        return self.ending.reward + sum(self.rewards.values())
+
+    def describe_lapse(self, now_s: float) -> str:
+        """Why it expires now; "" where it does not."""
+        if now_s >= self.expires_at:
+            return f"deadline_s = {self.opening.deadline_s:g} has passed"
+        if not self.num_running and now_s >= self.seen_at + self.opening.idle_s:
+            return f"idle_s = {self.opening.idle_s:g} has passed without a request"
+        return ""
+
+
+@dataclass(eq=False)
+class Group:
+    """Sessions of one task. left: those that may still be opened; ended_at: of its first end"""
+
+    name: str
+    left: int
+    members: list[Session] = field(default_factory=list)
+    ended_at: float | None = None
+
+    def is_complete(self, now_s: float, group_s: float) -> bool:
+        """Whether all have ended, or the others have had their time."""
+        has_open = self.left or any(each.state == "open" for each in self.members)
+        return self.ended_at is not None and (not has_open or now_s >= self.ended_at + group_s)
+
+
+@dataclass
+class SettledGroup:
+    """What becomes of a group.
+
+    segments: to learn, with their advantage
+    emitted:  their trained tokens, by version
+    dropped:  sampled tokens that are not learnt, by reason and version
+    num_sessions: by reason; "" of those that are learnt
+    num_reserved: sessions that were never opened
+    """
+
+    name: str
+    rewards: list[float]
+    segments: list[Segment] = field(default_factory=list)
+    emitted: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
+    num_sessions: Counter[str] = field(default_factory=Counter)
+    num_reserved: int = 0
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """How groups are settled.
+
+    baseline:  see `compute_advantages`
+    group_s:   after a group's first end, within which the others must end
+    min_group: sessions with a reward that suffice then; None: half, at least 2
+    truncated: whether an episode that was cut off is learnt
+    """
+
+    baseline: Baseline
+    group_s: float = 600.0
+    min_group: int | None = None
+    truncated: Literal["train", "drop"] = "train"
+
+    def count_needed(self, size: int) -> int:
+        """How many rewards make a group of this size worth comparing."""
+        return 1 if size == 1 else max(2, self.min_group or math.ceil(size / 2))
+
+    def settle(self, group: Group) -> SettledGroup:
+        """Compare the sessions that have a reward; what the others have sampled is dropped with the reason."""
+        graded = [each for each in group.members if each.reward is not None and not self._is_cut(each)]
+        rewards = np.array([each.reward for each in graded], np.float32)
+        settled = SettledGroup(group.name, rewards.tolist(), num_reserved=group.left)
+        size = group.left + len(group.members)
+        for each in group.members:
+            if each not in graded:
+                self._drop(settled, each, "truncated" if each.state == "ended" else each.state)
+        if len(graded) < self.count_needed(size):
+            for each in graded:
+                self._drop(settled, each, "group_incomplete")
+            return settled
+        advantages = compute_advantages(rewards, self.baseline)
+        for session, advantage in zip(graded, advantages, strict=True):
+            if advantage:
+                self._emit(settled, session, float(advantage))
+            else:
+                self._drop(settled, session, "no_signal")
+        return settled
+
+    def _is_cut(self, session: Session) -> bool:
+        return self.truncated == "drop" and session.ending is not None and session.ending.truncated
+
+    def _drop(self, settled: SettledGroup, session: Session, reason: str) -> None:
+        settled.num_sessions[reason] += 1
+        for version, num_tokens in count_versions(session.tree.turns.values()).items():
+            settled.dropped[reason, version] += num_tokens
+
+    def _emit(self, settled: SettledGroup, session: Session, advantage: float) -> None:
+        settled.num_sessions[""] += 1
+        for segment in session.tree.segments():
+            assert session.reward is not None
+            settled.segments.append(make_segment(segment, session.reward, advantage))
+            settled.emitted.update(segment.versions[segment.trains].tolist())
+        for turn in session.tree.turns.values():
+            if not turn.trains:
+                settled.dropped += Counter({(turn.why_not, version): num for version, num in turn.spans})
+
+
+def count_versions(turns: Iterable[Turn]) -> Counter[int]:
+    """How many tokens each version has sampled."""
+    counts = Counter[int]()
+    for turn in turns:
+        for version, num_tokens in turn.spans:
+            counts[version] += num_tokens
+    return counts
+
+
+def make_segment(given: TokenSegment, reward: float, advantage: float) -> Segment:
+    """The steps of a text: the observation is a token, the action the next one.
+
+    Ends with the last token that is trained. Others count as of the newest version of the segment, so that only what
+    is trained can be too old.
+    """
+    end = int(np.flatnonzero(given.trains)[-1]) + 1
+    tokens, trains = given.tokens[:end].astype(np.int32), given.trains[:end]
+    versions = np.where(trains, given.versions[:end], given.versions[:end][trains].max())
+    rewards = np.zeros(end - 1, np.float32)
+    rewards[-1] = reward
+    return Segment(
+        observations=tokens,
+        actions=tokens[1:],
+        rewards=rewards,
+        log_probabilities=np.where(trains, given.logprobs[:end], 0).astype(np.float32)[1:],
+        versions=versions.astype(np.int64)[1:],
+        terminated=True,
+        episode_return=reward,
+        episode_length=int(trains.sum()),
+        extras={
+            "trains": np.append(trains[1:], False),
+            "advantage": np.array([advantage], np.float32),
+        },
+    )

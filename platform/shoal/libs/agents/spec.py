@@ -1,0 +1,77 @@
+"""The spec of a run of agents. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shoal.config import Spec
+from shoal.extend.rl import AnyAlgorithmConfig, GatewaySpec, LearnerSpec, RLSpec
+from shoal.libs.agents.config import PolicyGradientTextConfig
+
+
+class SessionsSpec(Spec):
+    """How sessions are opened, and how groups are settled."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
+    wait_s: float = Field(default=30.0, gt=0, description="for credit, within a request; then it is refused with 429")
+    group_s: float = Field(default=600.0, gt=0, description="after the first end of a group, for the others")
+    min_group: int | None = Field(
+        default=None, ge=1, description="rewards that suffice then; default: half, at least 2"
+    )
+    truncated: Literal["train", "drop"] = Field(default="train", description="episodes that were cut off")
+    cancelled: Literal["train", "drop"] = Field(default="drop", description="answers whose client has left")
+
+
+class AgentsSpec(Spec):
+    """One run of agents elsewhere, who talk to a language model and are rewarded.
+
+    A step of the learner takes `algorithm.groups_per_step` groups of `algorithm.group_size` sessions.
+    """
+
+    main_fields = (
+        *("model", "env", "agents", "max_steps", "max_wall_s", "target_reward", "algorithm.name"),
+        *("algorithm.learning_rate", "algorithm.group_size", "algorithm.groups_per_step", "max_version_lag", "resume"),
+    )
+    page = "agents.md"
+
+    model: str = Field(default="", description="that learns: a folder of Hugging Face, or NAME@VERSION")
+    name: str = Field(default="", description="of the registered model; default: the model's")
+    env: str = Field(
+        default="", description="tasks of the run's own driver, as reasoning_gym:chain_sum or my_env.py:grade"
+    )
+    agents: int = Field(default=0, ge=0, description="episodes of the run's own driver at once; 0: drivers elsewhere")
+    agent: str = Field(default="", description="a program that answers a task; default: one chat completion")
+    algorithm: AnyAlgorithmConfig = Field(default={"name": "grpo"}, validate_default=True)
+    learner: LearnerSpec = LearnerSpec()
+    sessions: SessionsSpec = SessionsSpec()
+    max_version_lag: int = Field(default=1, ge=0, description="versions that a token may be old when it is learnt")
+    slots: int = Field(default=64, ge=1, description="answers that are sampled at the same time")
+    length: int | None = Field(default=None, ge=2, description="tokens of an episode; default: the model's context")
+    max_tokens: int | None = Field(default=None, ge=1, description="of an answer, at most")
+    max_steps: int | None = Field(default=None, ge=1, description="of the learner")
+    max_wall_s: float = Field(default=3600.0, gt=0, description="from the first session; then the run ends")
+    target_reward: float | None = Field(default=None, description="mean of the last 256 sessions, at which to stop")
+    resume: str = ""
+
+    @property
+    def text_algorithm(self) -> PolicyGradientTextConfig:
+        """The algorithm, with the run's model."""
+        assert isinstance(self.algorithm, PolicyGradientTextConfig)
+        return self.algorithm.update({"pretrained": self.model})
+
+    @property
+    def credit(self) -> int:
+        """Sessions that may be open or unlearnt."""
+        algorithm = self.text_algorithm
+        return (self.max_version_lag + 1) * algorithm.groups_per_step * algorithm.group_size
+
+    def make_rl_spec(self) -> RLSpec:
+        """What the gateway and the learner read of it."""
+        spaces = json.dumps({"observation": [1], "action": 2})  # no game joins
+        gateway = GatewaySpec(max_version_lag=self.max_version_lag + 1, queue_capacity=64 * self.credit)
+        values: dict[str, Any] = {"env": spaces, "gateway": gateway, "learner": self.learner, "hidden": ()}
+        return RLSpec.parse(values | {"algorithm": self.text_algorithm})
