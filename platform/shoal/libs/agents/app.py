@@ -136,7 +136,7 @@ class SessionApp:
         session = self._service.touch(session_id)
         if verb == "rewards":
             given = msgspec.json.decode(body, type=TurnReward)
-            self._service.reward_turn(session, given.turn, given.reward)
+            await self._service.reward_turn(session, given.turn, given.reward)
             await _send_json(send, 200, {})
         else:
             await _reply(send, 204, [], b"")

@@ -18,14 +18,16 @@ from typing import Any
 
 import uvicorn
 
-from shoal.extend.rl import ActorKey, GatewayState, StoreSegment
+from shoal.extend.rl import GatewayState, StoreSegment
 from shoal.libs.agents.app import SessionApp
 from shoal.libs.agents.local_sampler import LocalSampler
 from shoal.libs.agents.model import open_pretrained
-from shoal.libs.agents.service import SessionRules, SessionService, Step
+from shoal.libs.agents.service import SessionRules, SessionService, Step, StepOutcome
 from shoal.libs.agents.session_store import SessionStore
+from shoal.wire import DropReason
 
-AGENTS_KEY: ActorKey = ("agents", 0)  # one account of all incarnations of the gateway
+ACTOR_ID = "agents"  # of all incarnations of the gateway; each step has an account of its own, by its number
+PORT = "agents_port"  # the ledger's fact: agents find the same address after a restart
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,9 @@ class AgentsFront:
         self._store = store
         self._wake = wake
         self._ledger = state.queue.ledger
-        self._progress = state.actors.join(AGENTS_KEY)
-        self._ledger.open_account(AGENTS_KEY)
+        self._progress = state.actors.join((ACTOR_ID, 0))
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
-        self._queued: deque[tuple[int, int]] = deque()  # of steps at the learner: segments when it is through, sessions
+        self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
         self._sampler = LocalSampler(
@@ -85,8 +86,11 @@ class AgentsFront:
             setting.torch_threads,
         )
         self._service = SessionService(self._sessions, model.tokenizer, setting.rules, self._put, lambda: state.version)
-        self._socket = socket.create_server((setting.host, setting.port), backlog=1024)
+        self._steps.extend(self._service.restore(self._was_lost))
+        known = int(self._ledger.get_fact(PORT) or 0)
+        self._socket = socket.create_server((setting.host, setting.port or known), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
+        self._ledger.set_fact(PORT, str(self.port))
         self.url = f"http://{setting.host}:{self.port}"
         app = SessionApp(self._service, self._sampler, setting.token, lambda: "")
         config = uvicorn.Config(app, log_level=logging.WARNING, access_log=False, server_header=False, lifespan="off")
@@ -100,19 +104,31 @@ class AgentsFront:
         return self._thread.is_alive() and self._sampler.is_alive
 
     def run_round(self) -> None:
-        """Queue the segments that are ready, and give back the credit of those that the learner has had. Called by the
-        gateway's thread."""
-        account = self._ledger.get_account(AGENTS_KEY)
+        """Queue the next step, and take the outcomes of those that the learner is through with. Called by the gateway's
+        thread."""
         with self._ledger.lock:  # the learner takes a whole step, and one step alone
             if self._steps and not len(self._state.queue):
-                step = self._steps.popleft()
-                for segment in step.segments:
-                    self._store(AGENTS_KEY, self._progress, segment)
-                self._queued.append((account.received, step.num_sessions))
-        num_settled = account.received - account.queued
-        while self._queued and self._queued[0][0] <= num_settled:
-            _, num_sessions = self._queued.popleft()
-            self._loop.call_soon_threadsafe(self._service.take_back, num_sessions)
+                self._queue_step(self._steps.popleft())
+            for number, num_segments in list(self._queued.items()):
+                account = self._ledger.get_account((ACTOR_ID, number))
+                if account.queued or account.received < num_segments:
+                    continue
+                del self._queued[number]
+                outcome = StepOutcome(account.consumed, dict(account.dropped))
+                asyncio.run_coroutine_threadsafe(self._service.settle_step(number, outcome), self._loop)
+
+    def _queue_step(self, step: Step) -> None:
+        """Queue the segments of a step, unless an earlier gateway has."""
+        key = (ACTOR_ID, step.number)
+        account = self._ledger.get_account(key)
+        self._queued[step.number] = len(step.segments)
+        if not account.received:
+            for segment in step.segments:
+                self._store(key, self._progress, segment)
+
+    def _was_lost(self, number: int) -> bool:
+        """Whether a step was in the queue of a gateway that died."""
+        return self._ledger.get_account((ACTOR_ID, number)).dropped[DropReason.GATEWAY_CRASH] > 0
 
     def get_counts(self) -> dict[str, Any]:
         """Of its sessions, and where they are opened."""

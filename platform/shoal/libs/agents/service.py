@@ -12,9 +12,9 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -31,12 +31,14 @@ from shoal.libs.agents.sessions import (
     SettledGroup,
     State,
     count_versions,
+    make_segments,
 )
 from shoal.libs.agents.token_tree import TokenTree, Turn
 from shoal.wire.segment import Segment
 
 SWEEP_S = 0.25
-_OPEN = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, 'open', '', NULL, NULL)"
+_OPEN = "INSERT INTO sessions (id, key, opened_at, opening, token_key, group_name) VALUES (?, ?, ?, ?, ?, ?)"
+_LOAD = "SELECT id, key, opened_at, opening, group_name, state, why, ending, ended_at, rewards FROM sessions"
 _END = "UPDATE sessions SET state = ?, why = ?, ending = ?, ended_at = ? WHERE id = ?"
 
 
@@ -74,9 +76,16 @@ class SessionRules:
 class Step:
     """Segments that are learnt together. num_sessions: of its groups, dropped ones too, whose credit it holds"""
 
-    segments: list[Segment]
-    num_sessions: int
-    tokens: Counter[int]
+    number: int
+    segments: list[Segment] = field(default_factory=list)
+    num_sessions: int = 0
+
+
+class StepOutcome(NamedTuple):
+    """What the ledger says of a step's segments: how many were learnt, and dropped by reason."""
+
+    num_learnt: int
+    dropped: Mapping[str, int]
 
 
 class SessionService:
@@ -100,6 +109,8 @@ class SessionService:
         self._groups: dict[str, Group] = {}
         self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
         self._settled: list[SettledGroup] = []  # of the next step
+        self._steps: dict[int, Step] = {}  # handed over, by number
+        self._num_steps = 0
         self.counts = Counter[str]()
         self.rewards: deque[float] = deque(maxlen=256)
         self.is_over = False
@@ -121,7 +132,7 @@ class SessionService:
             session = self._sessions.get(known[0][0])
             if session is None:
                 raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
-            return session, self._renew_key(session)
+            return session, await self._renew_key(session)
         name = opening.group or f"g{secrets.token_hex(10)}"
         if opening.purpose == "train" and not await self._take_place(name, opening.group_size):
             problem = f"the run has as many sessions as it can learn from in time ({self._credit.total})"
@@ -140,13 +151,14 @@ class SessionService:
         if opening.purpose == "train":
             self._groups[name].members.append(session)
         self.counts["opened"] += 1
-        await self._store.write(Statement(_OPEN, (session.id, session.key, now_s, encoded, token_key)))
+        await self._store.write(Statement(_OPEN, (session.id, session.key, now_s, encoded, token_key, name)))
         return session, key
 
-    def _renew_key(self, session: Session) -> str:
+    async def _renew_key(self, session: Session) -> str:
         """Another key in place of one whose answer may have been lost: only its hash is kept."""
         key = f"shs_{secrets.token_urlsafe(24)}"
         session.key = hashlib.sha256(key.encode()).digest()
+        await self._store.write(Statement("UPDATE sessions SET key = ? WHERE id = ?", (session.key, session.id)))
         return key
 
     async def _take_place(self, name: str, size: int) -> bool:
@@ -276,11 +288,13 @@ class SessionService:
         rows = self._store.read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session.id, request)
         return rows[0] if rows else None  # type: ignore[return-value]
 
-    def reward_turn(self, session: Session, reply: str, reward: float) -> None:
+    async def reward_turn(self, session: Session, reply: str, reward: float) -> None:
         """Reward an answer by its id. Raises SessionError (404)."""
         if not self._store.read("SELECT 1 FROM turns WHERE session = ? AND reply = ? LIMIT 1", session.id, reply):
             raise SessionError(404, "turn_unknown", f"the session has no answer {reply[:80]!r}")
         session.rewards[reply] = reward
+        rewards = msgspec.json.encode(session.rewards)
+        await self._store.write(Statement("UPDATE sessions SET rewards = ? WHERE id = ?", (rewards, session.id)))
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -301,27 +315,114 @@ class SessionService:
             await self._hand_over(taken)
 
     async def _hand_over(self, groups: Sequence[SettledGroup]) -> None:
-        step = Step([], 0, Counter())
+        self._num_steps += 1
+        step = Step(self._num_steps)
         dropped = Counter[tuple[str, int]]()
+        statements = [Statement("INSERT INTO steps VALUES (?, 'open')", (step.number,))]
         for group in groups:
             step.segments += group.segments
             step.num_sessions += group.num_reserved + group.num_sessions.total()
-            step.tokens += group.emitted
             dropped += group.dropped
             self.counts.update({f"dropped_{reason}": num for reason, num in group.num_sessions.items() if reason})
-        await self._store.write(
-            *(count(reason, version, num) for (reason, version), num in dropped.items()),
-            *(count("emitted", version, num) for version, num in step.tokens.items()),
-        )
-        self.counts["steps"] += 1
+            statements += [
+                Statement("UPDATE sessions SET step = ?, advantage = ? WHERE id = ?", (step.number, advantage, each.id))
+                for each, advantage in group.members
+            ]
+        statements += [count(reason, version, num) for (reason, version), num in dropped.items()]
+        self._steps[step.number] = step
+        await self._store.write(*statements)
         if step.segments:
             self._emit(step)
         else:
-            self.take_back(step.num_sessions)
+            await self.settle_step(step.number, StepOutcome(0, {}))
 
-    def take_back(self, num_sessions: int) -> None:
-        """A step has been learnt."""
-        self._credit.give_back(num_sessions)
+    async def settle_step(self, number: int, outcome: StepOutcome) -> None:
+        """The learner is through with a step: count its tokens, and give back its credit.
+
+        Where only some of its segments were dropped, the last ones count as those.
+        """
+        step = self._steps.pop(number)
+        reasons = ["learned"] * outcome.num_learnt
+        reasons += [reason for reason, num in outcome.dropped.items() for _ in range(num)]
+        tokens = Counter[tuple[str, int]]()
+        for segment, reason in zip(step.segments, reasons, strict=True):
+            for version in segment.versions[segment.extras["trains"][:-1]].tolist():
+                tokens[reason, version] += 1
+        statements = [count(reason, version, num) for (reason, version), num in tokens.items()]
+        self.counts["steps"] += 1
+        self.counts.update({f"tokens_{reason}": num for (reason, _), num in tokens.items()})
+        self._credit.give_back(step.num_sessions)
+        await self._store.write(
+            Statement("UPDATE steps SET state = 'settled' WHERE number = ?", (number,)), *statements
+        )
+
+    # -- after a crash --------------------------------------------------------------------------------------------
+
+    def restore(self, was_lost: Callable[[int], bool]) -> list[Step]:
+        """Continue with what is on the disk: sessions that are open or not settled, and steps that are not learnt.
+
+        was_lost: whether the segments of a step are to be queued again, under another number. Returns the steps to
+        queue, or to wait for. Before the event loop runs.
+        """
+        now_s = time.time()
+        self._num_steps = self._store.read("SELECT coalesce(max(number), 0) FROM steps")[0][0]
+        for row in self._store.read(f"{_LOAD} WHERE step IS NULL"):
+            session = self._load(row, now_s)
+            if session.state == "open":
+                self._sessions[session.id] = session
+            if session.opening.purpose == "train":
+                size = session.opening.group_size
+                group = self._groups.get(session.group)
+                if group is None:
+                    group = self._groups[session.group] = Group(session.group, size)
+                    self._credit.left -= size
+                group.left -= 1
+                group.members.append(session)
+                if session.state != "open":
+                    group.ended_at = group.ended_at or row[8]
+        steps = []
+        for (number,) in self._store.read("SELECT number FROM steps WHERE state = 'open' ORDER BY number"):
+            step = self._load_step(number, now_s)
+            if was_lost(number):
+                self._num_steps += 1
+                step.number = self._num_steps
+                self._store.write_first(
+                    Statement("UPDATE sessions SET step = ? WHERE step = ?", (step.number, number)),
+                    Statement("UPDATE steps SET state = 'lost' WHERE number = ?", (number,)),
+                    Statement("INSERT INTO steps VALUES (?, 'open')", (step.number,)),
+                )
+            self._credit.left -= step.num_sessions
+            self._steps[step.number] = step
+            steps.append(step)
+        return steps
+
+    def _load(self, row: tuple[Any, ...], now_s: float) -> Session:
+        session_id, key, opened_at, opening, group, state, why, ending, _, rewards = row
+        return Session(
+            session_id,
+            bytes(key),
+            msgspec.json.decode(opening, type=Opening),
+            opened_at,
+            load_tree(self._store.path, session_id, self.tokenizer),
+            now_s,
+            group,
+            state,
+            why,
+            None if ending is None else msgspec.json.decode(ending, type=Ending),
+            rewards=msgspec.json.decode(rewards),
+        )
+
+    def _load_step(self, number: int, now_s: float) -> Step:
+        step = Step(number)
+        groups = set[str]()
+        for *row, advantage in self._store.read(f"{_LOAD.replace(' FROM', ', advantage FROM')} WHERE step = ?", number):
+            session = self._load(tuple(row), now_s)
+            if session.group not in groups:
+                groups.add(session.group)
+                step.num_sessions += session.opening.group_size
+            if advantage is not None:
+                step.segments += make_segments(session, advantage)
+        return step
 
     def describe(self) -> Mapping[str, Any]:
         """Counts, for the record of the run."""

@@ -22,9 +22,12 @@ FILE_NAME = "sessions.sqlite"  # in a run's folder
 FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, state TEXT, why TEXT, ending BLOB,
-    ended_at REAL
+    id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
+    state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, ended_at REAL, rewards BLOB DEFAULT '{}',
+    step INTEGER, advantage REAL
 );
+CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
+CREATE TABLE IF NOT EXISTS steps (number INTEGER PRIMARY KEY, state TEXT);
 CREATE UNIQUE INDEX IF NOT EXISTS by_token_key ON sessions (token_key) WHERE token_key != '';
 CREATE TABLE IF NOT EXISTS turns (session TEXT, number INTEGER, reply TEXT, turn BLOB, PRIMARY KEY (session, number));
 CREATE TABLE IF NOT EXISTS answers (
@@ -80,6 +83,13 @@ class SessionStore:
         written = loop.create_future()
         self._writes.put(_Write(statements, loop, written))
         await written
+
+    def write_first(self, *statements: Statement) -> None:
+        """Write before any other thread does. Raises sqlite3.Error."""
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            for statement in statements:
+                self._database.execute(statement.sql, statement.values)
 
     def read(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """The rows of a query, from any thread."""

@@ -128,7 +128,7 @@ class SettledGroup:
     """What becomes of a group.
 
     segments: to learn, with their advantage
-    emitted:  their trained tokens, by version
+    members:  each session with its advantage; None for one that is dropped
     dropped:  sampled tokens that are not learnt, by reason and version
     num_sessions: by reason; "" of those that are learnt
     num_reserved: sessions that were never opened
@@ -137,7 +137,7 @@ class SettledGroup:
     name: str
     rewards: list[float]
     segments: list[Segment] = field(default_factory=list)
-    emitted: Counter[int] = field(default_factory=Counter)
+    members: list[tuple[Session, float | None]] = field(default_factory=list)
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
     num_sessions: Counter[str] = field(default_factory=Counter)
     num_reserved: int = 0
@@ -187,16 +187,15 @@ class GroupRules:
         return self.truncated == "drop" and session.ending is not None and session.ending.truncated
 
     def _drop(self, settled: SettledGroup, session: Session, reason: str) -> None:
+        settled.members.append((session, None))
         settled.num_sessions[reason] += 1
         for version, num_tokens in count_versions(session.tree.turns.values()).items():
             settled.dropped[reason, version] += num_tokens
 
     def _emit(self, settled: SettledGroup, session: Session, advantage: float) -> None:
+        settled.members.append((session, advantage))
         settled.num_sessions[""] += 1
-        for segment in session.tree.segments():
-            assert session.reward is not None
-            settled.segments.append(make_segment(segment, session.reward, advantage))
-            settled.emitted.update(segment.versions[segment.trains].tolist())
+        settled.segments += make_segments(session, advantage)
         for turn in session.tree.turns.values():
             if not turn.trains:
                 settled.dropped += Counter({(turn.why_not, version): num for version, num in turn.spans})
@@ -209,6 +208,12 @@ def count_versions(turns: Iterable[Turn]) -> Counter[int]:
         for version, num_tokens in turn.spans:
             counts[version] += num_tokens
     return counts
+
+
+def make_segments(session: Session, advantage: float) -> list[Segment]:
+    """What is learnt of a session that has a reward."""
+    assert session.reward is not None
+    return [make_segment(each, session.reward, advantage) for each in session.tree.segments()]
 
 
 def make_segment(given: TokenSegment, reward: float, advantage: float) -> Segment:
