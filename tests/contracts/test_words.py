@@ -44,6 +44,7 @@ EXCEPTIONS = {
     "play_through": "plays episodes of an environment through an endpoint",
     "SelfPlaySpec": "self-play is the field's term",
     "pipeline_cuts": "a method of users' Tasks, and a field of specs",
+    "Turn": "of a conversation, the field's term, and that of the sessions' wire format",
     "self_play": "self-play is the field's term, and a field of specs",
     "modified_in_place": "of tensors, as PyTorch says it",
     "connection_made": "a method of asyncio's protocols",

@@ -95,7 +95,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenSegment:
+class TrainingSegment:
     """The tokens from the first turn to a last one.
 
     tokens:    int32 [T]
@@ -199,13 +199,13 @@ class TokenTree:
         for turn in sorted(turns, key=lambda each: each.id):
             self.turns[turn.id] = self._by_key[turn.key] = turn
 
-    def segments(self, rewards: Mapping[int, float] | None = None) -> list[TokenSegment]:
+    def segments(self, rewards: Mapping[int, float] | None = None) -> list[TrainingSegment]:
         """A segment for each turn that none continues, in their order; none for one that has nothing to train.
 
         A turn in several is trained in the first of them: the trained tokens of all segments are the sampled tokens of
         the turns that train. rewards: by turn
         """
-        segments: list[TokenSegment] = []
+        segments: list[TrainingSegment] = []
         assigned: set[int] = set()
         parents = {turn.parent for turn in self.turns.values()}
         for leaf in self.turns.values():
@@ -216,7 +216,7 @@ class TokenTree:
             assigned.update(own)
             sizes = [(len(turn.prompt), len(turn.tokens)) for turn in path]
             masks = [[False, turn.trains and turn.id in own] for turn in path]
-            segment = TokenSegment(
+            segment = TrainingSegment(
                 tokens=np.concatenate([each for turn in path for each in (turn.prompt, turn.tokens)]),
                 trains=np.concatenate([np.repeat(mask, size) for mask, size in zip(masks, sizes, strict=True)]),
                 logprobs=np.concatenate([np.pad(turn.logprobs, (len(turn.prompt), 0)) for turn in path]),
