@@ -10,21 +10,17 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import shoal.runs
-from shoal.errors import ConfigError, NotReached, RecordUnwritable
+from shoal.errors import NotReached, RecordUnwritable
 from shoal.extend.cluster import end_programs, job_main, start_program
 from shoal.extend.flows import recorded_run
-from shoal.extend.rl import ActorLearnerWorkers, GatewaySetting
+from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
 from shoal.home import load_access_token
-from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
-from shoal.libs.agents.front import AgentsFrontSetting
-from shoal.libs.agents.model import open_pretrained, register
-from shoal.libs.agents.service import SessionRules
-from shoal.libs.agents.sessions import GroupRules
+from shoal.libs.agents.model import register
+from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
 
 JOB = "agents"
@@ -36,37 +32,6 @@ FINISH_S = 30.0
 def agents_main(recipe: AgentsSpec) -> None:
     """The main function of jobs/agents.py."""
     job_main(recipe, run_agents, JOB, check)
-
-
-def check(spec: AgentsSpec) -> None:
-    """Raises ConfigError for a model that cannot be trained by its answers, and for an algorithm that learns no texts."""
-    if not spec.model:
-        raise ConfigError("model", "", "is not given", "name a folder of Hugging Face, or NAME@VERSION")
-    if not isinstance(spec.algorithm, PolicyGradientTextConfig):
-        raise ConfigError("algorithm", spec.algorithm.name, "learns no texts", "algorithm=grpo, rloo or reinforce_pp")
-    if spec.agents and not spec.env:
-        raise ConfigError("env", "", "is not given", "name the tasks, as env=reasoning_gym:chain_sum, or agents=0")
-    open_pretrained(spec.model)
-
-
-def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> GatewaySetting:
-    """What the run's gateway is started with."""
-    algorithm = spec.text_algorithm
-    model = open_pretrained(spec.model)
-    sessions = spec.sessions
-    rules = SessionRules(
-        GroupRules(algorithm.baseline, sessions.group_s, sessions.min_group, sessions.truncated),
-        algorithm.groups_per_step,
-        spec.credit,
-        sessions.wait_s,
-        algorithm.temperature,
-        spec.max_tokens,
-        sessions.cancelled,
-    )
-    front = AgentsFrontSetting(spec.model, folder, token, rules, sessions.host, sessions.port, spec.slots, spec.length)
-    rl_spec = spec.make_rl_spec()
-    experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)
-    return GatewaySetting.of_run(rl_spec, experience, folder, token, run_id=run_id, front=front)
 
 
 def run_agents(spec: AgentsSpec, job: str) -> str:
@@ -146,9 +111,7 @@ class AgentsRun:
         """Register the newest weights."""
         snapshot = self._workers.pause_learner()
         self._poll()
-        version = register(
-            self.spec.model, self.spec.name, snapshot, self.recorder.id, self._gateway["sessions"]["reward"]
-        )
+        version = register(self.spec.model, self.spec.name, snapshot)
         print_line(f"registered {version.ref}")
         self._workers.finish_learner(FINISH_S)
         self._workers.close_gateway()

@@ -46,8 +46,8 @@ def open_pretrained(pretrained: str) -> PretrainedModel:
     return PretrainedModel(module, tokenizer, tuple(sorted(stops)))
 
 
-def register(pretrained: str, name: str, snapshot: WeightSnapshot, run_id: str, reward: float | None) -> ModelVersion:
-    """Register weights as a version of the model, with its tokenizer, under `name` or the model's. Raises ConfigError."""
+def register(pretrained: str, name: str, snapshot: WeightSnapshot) -> ModelVersion:
+    """Register weights as a version of `name`, by default the model's, with its tokenizer. Raises ConfigError."""
     from safetensors.torch import save_file
 
     from shoal.libs.hf.source import COMPANIONS, find_folder, make_model_name, open_draft

@@ -1,4 +1,4 @@
-"""The sessions of a run as they live: opened by credit, continued, ended, settled by groups, and written before answers.
+"""The sessions of a run as they live: opened by credit, continued, ended, settled by groups; all is written first.
 
 Lives on the event loop of the gateway's HTTP server. A group that is settled gives segments; those of a whole step of
 the learner are handed over at once.
@@ -217,7 +217,10 @@ class SessionService:
         return export_session(self._store.path, session_id, self.tokenizer)
 
     async def end(self, session_id: str, ending: Ending) -> dict[str, Any]:
-        """End a session; the same again is answered alike. Raises InferenceError (400), SessionError (404, 410, 422)."""
+        """End a session; the same again is answered alike.
+
+        Raises InferenceError (400), SessionError (404, 410, 422).
+        """
         ending.require_valid()
         encoded = msgspec.json.encode(ending)
         session = self._sessions.get(session_id)
@@ -350,7 +353,8 @@ class SessionService:
                 tokens[reason, version] += 1
         statements = [count(reason, version, num) for (reason, version), num in tokens.items()]
         self.counts["steps"] += 1
-        self.counts.update({f"tokens_{reason}": num for (reason, _), num in tokens.items()})
+        for (reason, _), num in tokens.items():
+            self.counts[f"tokens_{reason}"] += num
         self._credit.give_back(step.num_sessions)
         await self._store.write(
             Statement("UPDATE steps SET state = 'settled' WHERE number = ?", (number,)), *statements

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -81,7 +81,7 @@ class _Sampled:
     def take(self, event: TokenEvent) -> None:
         if event.token is not None:
             self.tokens.append(event.token)
-            self.logprobs.append(event.logprob)
+            self.logprobs.append(event.logprob if event.behaviour_logprob is None else event.behaviour_logprob)
             self.versions.append(int(event.version))
         self.reader.take(event)
         self.finish = event.finish or ""
@@ -109,10 +109,17 @@ class SessionText:
         self._plan: Plan | None = None
         self._use = ToolUse()
 
-    def continue_chat(self, messages: Sequence[Json], use: ToolUse, fields: Json) -> TokenIds:
+    def continue_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        fields: Mapping[str, Any],
+    ) -> TokenIds:
         """The prompt of a history: the tokens that were sampled, as far as it agrees with a turn."""
-        self._use = use
-        self._plan = self._texts.session.tree.plan(messages, use.describe(), fields)
+        self._use = ToolUse([dict(each["function"]) for each in tools or ()])
+        self._plan = self._texts.session.tree.plan(
+            [dict(each) for each in messages], [dict(each) for each in tools] if tools else None, fields
+        )
         return self._plan.prompt
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
@@ -123,7 +130,7 @@ class SessionText:
         request, why_not = _apply_rules(request, texts.session, texts.service)
         template = self.tokenizer.chat_template or ""
         answers = [
-            _Sampled(TextAnswer(number, self._use.make_reader(template))) for number in range(request.num_answers)
+            _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False)) for number in range(request.num_answers)
         ]
         try:
             async with aclosing(texts.sampler.generate(request, call)) as events:
@@ -165,7 +172,7 @@ def _apply_rules(request: TextRequest, session: Session, service: SessionService
     if replace(request.sampling, seed=None) != sampling:
         service.counts["sampling_overridden"] += 1
     swap = "continue" if request.swap == "refuse" else request.swap  # its 409 would be repeated
-    request = replace(request, sampling=sampling, swap=swap)
+    request = replace(request, sampling=sampling, swap=swap, behaviour=sampling != PLAIN)
     return request, "sampling" if request.grammar is not None else ""
 
 

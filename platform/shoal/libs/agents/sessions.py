@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.baselines import Baseline, compute_advantages
-from shoal.libs.agents.token_tree import TokenSegment, TokenTree, Turn
+from shoal.libs.agents.token_tree import TrainingSegment, TokenTree, Turn
 from shoal.wire.segment import Segment
 
 MAX_TASK_BYTES = 65_536
@@ -216,7 +216,7 @@ def make_segments(session: Session, advantage: float) -> list[Segment]:
     return [make_segment(each, session.reward, advantage) for each in session.tree.segments()]
 
 
-def make_segment(given: TokenSegment, reward: float, advantage: float) -> Segment:
+def make_segment(given: TrainingSegment, reward: float, advantage: float) -> Segment:
     """The steps of a text: the observation is a token, the action the next one.
 
     Ends with the last token that is trained. Others count as of the newest version of the segment, so that only what

@@ -1,0 +1,46 @@
+"""From the spec of a run of agents to what its gateway is started with. Needs no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.extend.rl import GatewaySetting
+from shoal.libs.agents.chat_template import check_template
+from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
+from shoal.libs.agents.front import AgentsFrontSetting
+from shoal.libs.agents.model import open_pretrained
+from shoal.libs.agents.service import SessionRules
+from shoal.libs.agents.sessions import GroupRules
+from shoal.libs.agents.spec import AgentsSpec
+
+
+def check(spec: AgentsSpec) -> None:
+    """Raises ConfigError for a model that cannot be trained by its answers, and an algorithm that learns no texts."""
+    if not spec.model:
+        raise ConfigError("model", "", "is not given", "name a folder of Hugging Face, or NAME@VERSION")
+    if not isinstance(spec.algorithm, PolicyGradientTextConfig):
+        raise ConfigError("algorithm", spec.algorithm.name, "learns no texts", "algorithm=grpo, rloo or reinforce_pp")
+    if spec.agents and not spec.env:
+        raise ConfigError("env", "", "is not given", "name the tasks, as env=reasoning_gym:chain_sum, or agents=0")
+    check_template(open_pretrained(spec.model).tokenizer)
+
+
+def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> GatewaySetting:
+    """What the run's gateway is started with."""
+    algorithm = spec.text_algorithm
+    model = open_pretrained(spec.model)
+    sessions = spec.sessions
+    rules = SessionRules(
+        GroupRules(algorithm.baseline, sessions.group_s, sessions.min_group, sessions.truncated),
+        algorithm.groups_per_step,
+        spec.credit,
+        sessions.wait_s,
+        algorithm.temperature,
+        spec.max_tokens,
+        sessions.cancelled,
+    )
+    front = AgentsFrontSetting(spec.model, folder, token, rules, sessions.host, sessions.port, spec.slots, spec.length)
+    rl_spec = spec.make_rl_spec()
+    experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)
+    return GatewaySetting.of_run(rl_spec, experience, folder, token, run_id=run_id, front=front)

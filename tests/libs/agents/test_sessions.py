@@ -1,0 +1,190 @@
+"""Sessions over HTTP: what an agent may do, how episodes end, and what becomes of each token."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from agents_rig import (
+    SESSIONS,
+    Json,
+    Reply,
+    chat,
+    end,
+    find_url,
+    make_spec,
+    open_run,
+    open_session,
+    post,
+    read_answer,
+    read_counts,
+    save_model,
+)
+from test_token_tree import make_tokenizer
+
+from shoal.rl.local_loop import LocalLoop
+
+GROUPS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), make_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalLoop]:
+    """A run that has credit for all that these tests leave open."""
+    spec = make_spec(model, max_version_lag=20, sessions={"group_s": 1.0})
+    with open_run(spec, tmp_path_factory.mktemp("run")) as loop:
+        yield loop
+
+
+@pytest.fixture
+def url(run: LocalLoop) -> str:
+    return find_url(run)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_two_steps_are_learnt_and_each_token_has_its_account(model: Path, tmp_path: Path) -> None:
+    def play(url: str, group: str, reward: float) -> None:
+        session = open_session(url, group=group, group_size=2, task={"number": group})
+        first = read_answer(chat(session, "ab"))
+        chat(session, "ab", first, "cd")
+        assert end(url, session, reward=reward).status == 200
+
+    with open_run(make_spec(model), tmp_path) as loop, ThreadPoolExecutor(8) as threads:
+        url = find_url(loop)
+        games = [threads.submit(play, url, f"g{number // 2}", number % 2) for number in range(8)]
+        for each in games:
+            each.result()
+        until(lambda: loop.gateway.stats()["sessions"].get("steps") == 2)
+        assert loop.learner.stats()["updates"] == 2
+        counts = read_counts(tmp_path)
+        assert counts.keys() == {"sampled", "learned"}
+        assert counts["sampled"] == counts["learned"] > 16
+        assert loop.learner.stats()["metrics"]["agents/token_lag_max"] <= 1
+
+
+def test_a_history_continues_the_tokens_that_were_sampled(url: str) -> None:
+    session = open_session(url, purpose="eval")
+    first = chat(session, "ab", max_tokens=5)
+    second = chat(session, "ab", f" {read_answer(first)}\n", "cd")
+    before = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"]]
+    assert second["prompt_token_ids"][: len(before)] == before
+    edited = chat(session, "ab", "another answer", "cd")
+    assert edited["prompt_token_ids"][: len(before)] != before
+
+
+def test_a_repetition_is_one_answer_and_an_equal_request_another(url: str) -> None:
+    session = open_session(url, group_size=2, group=f"g{next(GROUPS)}")
+    answers = [chat(session, "ab"), chat(session, "ab", headers={"x_stainless_retry_count": "1"}), chat(session, "ab")]
+    ids = [each["id"] for each in answers]
+    assert ids[0] == ids[1] != ids[2]
+    with ThreadPoolExecutor(2) as threads:  # the second comes while the first is computed
+        body = {"max_tokens": 200, "headers": {"x_stainless_retry_count": "1"}}
+        both = [threads.submit(chat, session, "cd", **body) for _ in range(2)]
+        assert len({each.result()["id"] for each in both}) == 1
+    assert end(url, session, reward=1.0).body["turns"] == 3
+
+
+def test_a_stream_is_recorded_before_its_end(url: str) -> None:
+    session = open_session(url, purpose="eval")
+    body = {"model": "x", "messages": [{"role": "user", "content": "ab"}], "stream": True}
+    with pytest.raises(ValueError, match="Extra data|Expecting value"):  # events, no JSON
+        post(session["base_url"] + "/chat/completions", body, session["key"])
+    ended = end(url, session, reward=0.0).body
+    assert (ended["turns"], ended["tokens"]["sampled"] > 0) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "said"),
+    [
+        ({}, 400, "give a reward"),
+        ({"reward": 1.0, "failed": "both"}, 400, "give a reward"),
+        ({"reward": "high"}, 400, "float"),
+        ({"failed": "the shop was closed"}, 200, "failed"),
+        ({"reward": 0.5, "truncated": True}, 200, "ended"),
+    ],
+)
+def test_an_end_has_a_reward_or_a_reason(url: str, ending: Json, status: int, said: str) -> None:
+    reply = end(url, open_session(url, purpose="eval"), **ending)
+    assert reply.status == status
+    assert said in str(reply.body)
+
+
+def test_what_is_over_is_410_and_what_never_was_404(url: str) -> None:
+    session = open_session(url, purpose="eval")
+    first = end(url, session, reward=0.5)
+    assert end(url, session, reward=0.5).body == first.body
+    differs = end(url, session, reward=0.25)
+    assert (differs.status, differs.body["error"]["code"]) == (422, "end_differs")
+    body = {"model": "x", "messages": [{"role": "user", "content": "ab"}]}
+    late = post(session["base_url"] + "/chat/completions", body, session["key"])
+    assert (late.status, late.body["error"]["code"]) == (410, "session_over")
+    assert late.headers["x-should-retry"] == "false"
+    unknown = post(url + f"/s/s{'0' * 20}/v1/chat/completions", body, session["key"])
+    assert (unknown.status, unknown.body["error"]["code"]) == (404, "session_unknown")
+
+
+def test_a_key_opens_its_session_alone(url: str) -> None:
+    own, other = open_session(url, purpose="eval"), open_session(url, purpose="eval")
+    body = {"model": "x", "messages": [{"role": "user", "content": "ab"}]}
+    for key in (other["key"], "", "shs_guessed"):
+        assert post(own["base_url"] + "/chat/completions", body, key).status == 401
+    assert post(url + SESSIONS, {}, own["key"]).status == 401
+    assert end(url, own, reward=1.0).status == 200
+
+
+def test_the_runs_sampling_wins(run: LocalLoop, url: str) -> None:
+    def count() -> int:
+        return int(run.gateway.stats()["sessions"].get("sampling_overridden", 0))
+
+    before = count()
+    session = open_session(url, group=f"g{next(GROUPS)}", group_size=2)
+    chat(session, "ab", temperature=0, top_p=0.5)
+    assert count() == before + 1
+    chat(session, "ab")
+    assert count() == before + 1
+
+
+def test_a_session_expires_and_its_group_is_settled_without_it(run: LocalLoop, url: str, tmp_path: Path) -> None:
+    group = f"g{next(GROUPS)}"
+    silent = open_session(url, group=group, group_size=3, idle_s=0.3)
+    for reward in (0.0, 1.0):
+        session = open_session(url, group=group, group_size=3)
+        chat(session, "ab")
+        end(url, session, reward=reward)
+    until(lambda: run.gateway.stats()["sessions"].get("expired"))
+    late = end(url, silent, reward=1.0)
+    assert (late.status, late.body["error"]["code"]) == (410, "session_over")
+    assert "idle_s" in late.body["error"]["message"]
+
+
+def test_openings_wait_for_credit_in_their_order(model: Path, tmp_path: Path) -> None:
+    spec = make_spec(model, max_version_lag=0, sessions={"wait_s": 0.2})
+    with open_run(spec, tmp_path) as loop:
+        url = find_url(loop)
+        for group in ("a", "b"):
+            open_session(url, group=group, group_size=2)
+        refused = post(url + SESSIONS, {"group": "c", "group_size": 2})
+        assert (refused.status, refused.body["error"]["code"]) == (429, "no_credit")
+        assert refused.headers["retry-after"] == "5"
+        assert post(url + SESSIONS, {"group": "a", "group_size": 2}).status == 201  # its group has credit
+        too_large = post(url + SESSIONS, {"group": "d", "group_size": 9})
+        assert too_large.status == 400
+
+
+def test_an_opening_is_repeated_by_its_idempotency_key(url: str) -> None:
+    fields = {"group": f"g{next(GROUPS)}", "group_size": 1}
+    replies: list[Reply] = [post(url + SESSIONS, fields, idempotency_key="once") for _ in range(2)]
+    assert replies[0].body["id"] == replies[1].body["id"]
+    chat(replies[1].body, "ab")
