@@ -1,7 +1,7 @@
 """GRPO, RLOO and REINFORCE++: a language model that learns from the tokens that it has sampled (see `losses`).
 
-Each batch is one step of AdamW, with the gradient of all its trained tokens, computed by parts. Knows no gateway, clock,
-run or Ray. Legend: S segments of N steps in all, L of one; B rows of T tokens; n trained tokens of a part of a batch.
+Each batch is one step of AdamW, with the gradient of all its trained tokens, computed by parts. Knows no gateway,
+clock, run or Ray. Legend: S segments of N steps in all; B rows of T tokens; n trained tokens of a part of a batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TokenMoments(NamedTuple):
     largest: Tensor
 
 
-class MergedWeights(Normalizer):
+class AdapterNormalizer(Normalizer):
     """Publishes adapters as weights without them, under the names of the network without them."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, task: Any) -> None:
@@ -104,7 +104,9 @@ class TextPolicyGradient(Algorithm):
         if config.lora is None:
             load_initial_weights(self.model, task.initial_weights())
         self.model.to(self.device)
-        self.normalizer = Normalizer(spec, experience) if config.lora is None else MergedWeights(spec, experience, task)
+        self.normalizer = (
+            Normalizer(spec, experience) if config.lora is None else AdapterNormalizer(spec, experience, task)
+        )
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
@@ -211,8 +213,8 @@ class TextPolicyGradient(Algorithm):
         }
 
     def _accumulate(self, batch: ExperienceBatch, advantages: np.ndarray, num_tokens: int) -> TokenMoments:
-        """Replace the model's gradients by those of this learner's segments, with their advantages [S]: sums, divided by
-        the `num_tokens` of all learners."""
+        """Replace the model's gradients by those of this learner's segments, with their advantages [S]: sums,
+        divided by the `num_tokens` of all learners."""
         for parameter in self._parameters:  # of a learner without a trained token, too
             parameter.grad = torch.zeros_like(parameter)
         newest = np.repeat(batch.extras[_NEWEST], batch.lengths, 0)

@@ -73,7 +73,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     algorithm: ClassVar[str] = "shoal.libs.agents.algorithm:TextPolicyGradient"
     has_value: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False
-    action_spaces: ClassVar[tuple[str, ...]] = ()  # it writes, and plays no game
+    action_spaces: ClassVar[tuple[str, ...]] = ("Text",)
     changeable: ClassVar[tuple[str, ...]] = ("learning_rate", "max_grad_norm", "clip", "clip_high", "rho_bar")
     search_space: ClassVar[Mapping[str, str]] = {"learning_rate": "log(3e-7,1e-5)", "clip_high": "choice(0.2,0.28)"}
     takes_all: ClassVar[bool] = True

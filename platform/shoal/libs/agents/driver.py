@@ -3,8 +3,8 @@
     SHOAL_TOKEN=... python -m shoal.libs.agents.driver URL --env reasoning_gym:chain_sum --agents 8
     SHOAL_TOKEN=... python -m shoal.libs.agents.driver URL --env my_env.py:grade --agent my_agent.py
 
-Runs anywhere, many episodes in one process. Started by hand, and by `shoal run agents --agents N`. docs/agents-protocol.md
-has what it says to the gateway; it knows nothing of tokens, models or groups' baselines.
+Runs anywhere, many episodes in one process. Started by hand, and by `shoal run agents --agents N`. What it says to the
+gateway is in docs/agents-protocol.md; it knows nothing of tokens, models or groups' baselines.
 """
 
 from __future__ import annotations
@@ -314,10 +314,11 @@ async def _drive(options: argparse.Namespace) -> None:
 
     if options.lifeline:
         loop.add_reader(0, watch_lifeline)
+    environment = load_environment(options.env)
     client = SessionClient(options.url, options.token or read_existing_token(), options.agents)
     driver = Driver(
         client,
-        load_environment(options.env),
+        environment,
         find_agent(client, options.agent, options.max_tokens),
         num_agents=options.agents,
         group_size=options.group_size,
@@ -345,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except asyncio.CancelledError:  # by SIGTERM, or the lifeline
         return 0
     except ShoalError as error:
-        _log.error("error: %s", error)
+        sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
 

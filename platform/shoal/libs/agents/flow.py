@@ -7,6 +7,7 @@ Called by jobs/agents.py, in a process connected to a Ray cluster. The gateway's
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -78,7 +79,8 @@ class AgentsRun:
         command = [sys.executable, "-m", "shoal.libs.agents.driver", self.url, "--env", spec.env]
         command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(spec.learner.seed)]
         command += ["--agent", spec.agent] if spec.agent else []
-        driver = start_program(command, self.recorder.folder / "driver.log", {"SHOAL_TOKEN": token})
+        environment = {**os.environ, "SHOAL_TOKEN": token}
+        driver = start_program([*command, "--lifeline"], self.recorder.folder / "driver.log", environment)
         closing.callback(end_programs, [driver], FINISH_S)
 
     def learn(self) -> None:
