@@ -17,25 +17,29 @@ from typing import Any
 import httpx2
 import openai
 
-from benchmarks.agents.letters import compute_reward, tasks
+from benchmarks.agents.letters import MAX_TOKENS, compute_reward, tasks
 
 SESSIONS = "/shoal/v1/sessions"
 
 
-async def play(http: Any, url: str, group: str, group_size: int, task: dict[str, Any], max_tokens: int | None) -> None:
-    """One episode: three requests."""
+async def play(http: Any, chosen: argparse.Namespace, group: str, task: dict[str, Any]) -> None:
+    """One episode: an opening, `turns` completions, and an end. The last answer is rewarded."""
     driver = {"authorization": f"Bearer {os.environ['SHOAL_TOKEN']}"}
-    body = {"group": group, "group_size": group_size}
-    reply = await http.post(url + SESSIONS, json=body, headers=driver)
+    body = {"group": group, "group_size": chosen.group_size}
+    reply = await http.post(chosen.url + SESSIONS, json=body, headers=driver)
     if reply.status_code == 410:
         sys.exit(0)
     session = reply.raise_for_status().json()
     client = openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["key"], http_client=http)
     messages = [{"role": "user", "content": task["prompt"]}]
-    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
-    answer = await client.chat.completions.create(model="policy", messages=messages, **fields)
-    reward = compute_reward(answer.choices[0].message.content, task["data"]["answer"])
-    ended = await http.post(f"{url}{SESSIONS}/{session['id']}/end", json={"reward": reward}, headers=driver)
+    text = ""
+    for turn in range(chosen.turns):
+        if turn:
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": task["prompt"]}]
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=chosen.max_tokens)
+        text = answer.choices[0].message.content
+    reward = compute_reward(text, task["data"]["answer"])
+    ended = await http.post(f"{chosen.url}{SESSIONS}/{session['id']}/end", json={"reward": reward}, headers=driver)
     ended.raise_for_status()
 
 
@@ -44,7 +48,8 @@ async def main() -> None:
     parser.add_argument("url")
     for name in ("--agents", "--group-size", "--seed"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--turns", type=int, default=1)
     chosen = parser.parse_args()
     asyncio.get_running_loop().add_reader(0, lambda: sys.exit(0))
     seeds = itertools.count(chosen.seed)
@@ -52,8 +57,8 @@ async def main() -> None:
 
         async def play_groups() -> None:
             for seed in seeds:
-                episode = (http, chosen.url, f"g{seed}", chosen.group_size, tasks(seed), chosen.max_tokens)
-                await asyncio.gather(*(play(*episode) for _ in range(chosen.group_size)))
+                members = range(chosen.group_size)
+                await asyncio.gather(*(play(http, chosen, f"g{seed}", tasks(seed)) for _ in members))
 
         await asyncio.gather(*(play_groups() for _ in range(chosen.agents // chosen.group_size)))
 

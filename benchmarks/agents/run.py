@@ -2,8 +2,8 @@
 
     python -m benchmarks.agents.run WAY '{"folder": ..., "spec": {...}, "seed": 0}'
 
-WAY: `within` samples in the gateway's process, without HTTP; `driver` is that of `shoal run agents`; `stock` has the
-client of OpenAI in a process of .venv-clients. Says its first line when all is up; then takes `{"steps": N, "reward": R,
+WAY: `within` samples in the gateway's process, without HTTP; `driver` is that of `shoal run agents`; `stock` the
+client of OpenAI, in a process of .venv-clients. Says its first line when all is up; then takes `{"steps": N, "reward": R,
 "timeout_s": T}`, learns N steps, or until the last 256 answers have a mean reward of R, and says what was measured.
 Seconds begin with the first session.
 """
@@ -54,7 +54,7 @@ async def play_within(front: Any, folder: Path, num_groups: int, group_size: int
     from shoal.libs.agents.service import SessionError
     from shoal.libs.agents.session_texts import SessionTexts
     from shoal.libs.agents.sessions import Ending, Opening
-    from shoal.libs.language.engine import TextRequest
+    from shoal.libs.language.engine import Sampling, TextRequest
     from shoal.libs.language.text_model import TextCall
 
     service, sampler, call = front._service, front._sampler, TextCall(Caller(""))
@@ -67,7 +67,7 @@ async def play_within(front: Any, folder: Path, num_groups: int, group_size: int
         texts = SessionTexts(service, sampler, session)
         model = texts.get("model", call.caller)
         prompt = model.continue_chat([{"role": "user", "content": task["prompt"]}], None, {})
-        async for _ in model.generate(TextRequest(tuple(prompt)), call):
+        async for _ in model.generate(TextRequest(tuple(prompt), Sampling(temperature=1.0)), call):
             pass
         await service.write_turns(session, texts.turns, "", None)
         answer = service.tokenizer.decode(texts.turns[0].tokens, skip_special_tokens=True)

@@ -1,0 +1,152 @@
+"""Log-probabilities of the trainer less those of the sampler, of tokens that the present weights have sampled.
+
+    python -m benchmarks.agents.logprobs [--quick]
+
+A run without Ray learns while agents talk to it over HTTP: with tools, with an edited history that has a call and its
+result (a branch), with two answers to one question (branches), and with answers that go on under newer weights. Before
+each update the trainer computes the batch that it is about to learn; tokens of older weights are left out. All weights
+in float32, a Llama of 0.4 million parameters; then with adapters (LoRA of rank 8), which the sampler has merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.agents.letters import compute_reward, pretrain, tasks
+from benchmarks.agents.run import TOKEN, make_spec
+from benchmarks.children import scratch
+from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
+from shoal.libs.agents.session_store import FILE_NAME, read_sessions
+from shoal.libs.agents.setting import check, make_setting
+from shoal.libs.agents.spec import AgentsSpec
+from shoal.rl.local_loop import LocalLoop
+
+START = QUICK_RESULTS / "agents_start"
+SESSIONS = "/shoal/v1/sessions"
+NUM_TOKENS, MEAN_BAR, MAX_BAR, TIMEOUT_S = 10_000, 1e-5, 1e-4, 240.0
+SIDES: dict[str, dict[str, Any]] = {
+    "all weights": {"learning_rate": 1e-3},
+    "LoRA": {"learning_rate": 3e-3, "lora": {"rank": 8}},
+}
+TOOLS = [{"type": "function", "function": {"name": "sort", "parameters": {"type": "object", "properties": {}}}}]
+
+
+class Differences:
+    """Of the batches of a learner: |log p of the trainer - log p of the sampler| of each token of the same weights."""
+
+    def __init__(self, algorithm: Any) -> None:
+        self._algorithm, self._update = algorithm, algorithm.update
+        self.found: list[np.ndarray] = []
+        algorithm.update = self.update
+
+    def update(self, batch: Any) -> Iterator[Any]:
+        newest = np.repeat(batch.extras["newest"], batch.lengths, 0)
+        ends = np.cumsum(batch.lengths + 1) - 1
+        trains = np.delete(batch.extras["trains"], ends)
+        is_same = trains & (batch.versions == newest[:, 0]) & (newest[:, 1] > 0)
+        self.found.append(np.abs(self._algorithm.compute_log_ratios(batch)[is_same]))
+        yield from self._update(batch)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.found))
+
+
+async def play(http: httpx.AsyncClient, group: str, task: dict[str, Any], chance: random.Random) -> None:
+    """An episode of three requests: tools and two answers; a call of another and its result; and one that goes on."""
+    token = {"authorization": f"Bearer {TOKEN}"}
+    session = (
+        (await http.post(SESSIONS, json={"group": group, "group_size": 8}, headers=token)).raise_for_status().json()
+    )
+
+    async def ask(messages: list[dict[str, Any]], **fields: Any) -> str:
+        body = {"model": "policy", "messages": messages, "tools": TOOLS, **fields}
+        key = {"authorization": f"Bearer {session['key']}"}
+        reply = await http.post(f"/s/{session['id']}/v1/chat/completions", json=body, headers=key)
+        return str(reply.raise_for_status().json()["choices"][0]["message"]["content"] or "")
+
+    question = {"role": "user", "content": task["prompt"]}
+    answer = await ask([question], n=2)
+    call = {"id": "call_1", "type": "function", "function": {"name": "sort", "arguments": '{"text": "b a"}'}}
+    history = [
+        question,
+        {"role": "assistant", "content": answer, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a b"},
+    ]
+    answer = await ask(history)
+    history += [{"role": "assistant", "content": answer}, question]
+    answer = await ask(history)
+    reward = compute_reward(answer, task["data"]["answer"]) + chance.random()
+    (await http.post(f"{SESSIONS}/{session['id']}/end", json={"reward": reward}, headers=token)).raise_for_status()
+
+
+async def play_until(url: str, differences: Differences, num_tokens: int) -> None:
+    chance, deadline_s = random.Random(0), time.monotonic() + TIMEOUT_S
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits()) as http:
+
+        async def play_groups(first: int) -> None:
+            for number in range(first, 1_000_000, 16):
+                if differences.num_tokens >= num_tokens or time.monotonic() > deadline_s:
+                    return
+                await asyncio.gather(*(play(http, f"g{number}", tasks(number), chance) for _ in range(8)))
+
+        await asyncio.gather(*(play_groups(first) for first in range(16)))
+    assert differences.num_tokens >= num_tokens, "it took too long"
+
+
+def measure(algorithm: dict[str, Any], num_tokens: int, folder: Path) -> tuple[np.ndarray, str]:
+    """The differences, and what they are of."""
+    spec = AgentsSpec.parse(make_spec(pretrain(START), algorithm, max_version_lag=1, max_tokens=24, length=512))
+    check(spec)
+    folder.mkdir()
+    setting = make_setting(spec, folder, TOKEN, "run")
+    with LocalLoop(spec.make_rl_spec(), setting.experience, folder, TOKEN, front=setting.front) as loop:
+        differences = Differences(loop.learner.algorithm)
+        asyncio.run(play_until(loop.gateway.stats()["sessions"]["url"], differences, num_tokens))
+        num_updates = loop.learner.stats()["updates"]
+    turns = read_turns(folder)
+    num_swapped = sum(len(each.spans) > 1 for each in turns)
+    num_branches = sum(each.parent is None for each in turns)
+    found = np.concatenate(differences.found)
+    note = f"{len(found):,} tokens, {num_updates} updates; of {len(turns):,} answers {num_swapped} under two versions"
+    return found, f"{note}, {len(turns) - num_branches} that continue another"
+
+
+def read_turns(folder: Path) -> list[Any]:
+    import msgspec
+
+    from shoal.libs.agents.token_tree import Turn
+
+    rows = read_sessions(folder / FILE_NAME, "SELECT turn FROM turns")
+    return [msgspec.msgpack.decode(row[0], type=Turn) for row in rows]
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[Row] = []
+    with scratch() as folder:
+        os.environ["SHOAL_HOME"] = str(folder / "home")
+        for name, algorithm in SIDES.items():
+            found, note = measure(algorithm, NUM_TOKENS // 10 if chosen.quick else NUM_TOKENS, folder / name)
+            title = f"|log p of the trainer - the sampler's|, one version, {name}"
+            rows += [
+                compare(
+                    f"{title}, mean", "", "lower", [float(found.mean())], bar=MEAN_BAR, bar_kind="value", note=note
+                ),
+                compare(f"{title}, largest", "", "lower", [float(found.max())], bar=MAX_BAR, bar_kind="value"),
+            ]
+    write("agents_logprobs", rows, chosen.results)
+
+
+if __name__ == "__main__":
+    main()
