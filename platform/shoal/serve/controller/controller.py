@@ -139,9 +139,7 @@ class EndpointController:
     def _remove_replica(self, replica: str) -> None:
         report = self.reports.pop(replica)
         if report.pid:
-            self.final_counts[replica] = {
-                name: model.counts.sum_requests() for name, model in report.models.items() if model.counts is not None
-            }
+            self.final_counts[replica] = {name: counts.sum_requests() for name, counts in report.counts.items()}
         del self._last_seen_s[replica]
         self.assignments.forget(replica)
         self._ready_replicas.discard(replica)

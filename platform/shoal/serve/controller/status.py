@@ -76,7 +76,7 @@ class StatusReporter:
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
             heard = [report for report in self._controller.reports.values() if report.pid]
-            counted = {report.replica: _counts(report) for report in heard}
+            counted = {report.replica: report.counts for report in heard}
             self._samples.append((now_s, counted))
             begun_s, minute = self._minute
             self._minute = (begun_s, {**counted, **minute})
@@ -197,12 +197,8 @@ class StatusReporter:
         before = []
         for report in self._controller.reports.values():
             first = next((counts[report.replica] for _, counts in samples if report.replica in counts), None)
-            before.append((_counts(report) if first is None else first).get(name))
+            before.append((report.counts if first is None else first).get(name))
         return self._clock() - samples[0][0], _merge_present(before)
-
-
-def _counts(report: ReplicaReport) -> dict[str, ModelCounts]:
-    return {name: model.counts for name, model in report.models.items() if model.counts is not None}
 
 
 def _merge_present(snapshots: Iterable[ModelCounts | None]) -> ModelCounts | None:
