@@ -65,8 +65,13 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
-_COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
-_COLOURS[Status.NOT_REACHED] = "yellow"
+_COLOURS = {
+    Status.RUNNING: "blue",
+    Status.FINISHED: "green",
+    Status.FAILED: "red",
+    Status.LOST: "yellow",
+    Status.NOT_REACHED: "yellow",
+}
 
 
 @click.group(cls=DefaultCommandGroup)
