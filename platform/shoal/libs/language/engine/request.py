@@ -159,7 +159,7 @@ def check_request(request: TextRequest, limits: Limits) -> None:
     if not request.prompt:
         raise ConfigError("prompt", (), "holds no token", "give one at least, such as the model's first")
     if (known := len(request.prompt) + len(request.given)) >= limits.length:
-        raise ConfigError("prompt", f"{known} tokens", f"leaves no token of the context of {limits.length}")
+        raise ConfigError("prompt", f"{known} tokens", f"leaves no token of the context length of {limits.length}")
     _check_range("max_tokens", request.max_tokens, 1, limits.length)
     if request.max_tokens is not None and request.max_tokens <= len(request.given):
         raise ConfigError("given", f"{len(request.given)} tokens", f"are max_tokens = {request.max_tokens} already")
