@@ -1,12 +1,13 @@
 """Tokens follow the distribution of a request, and its grammar, which costs no token where it cannot be followed."""
 
 import json
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
-from tests.libs.language.tiny_language import Bytes, make_decoder
+from tests.libs.language.tiny_language import Bytes, compute_logprobs, list_tokens, make_decoder
 
 from shoal.errors import ConfigError
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest
@@ -41,12 +42,12 @@ def filter_plainly(logits: torch.Tensor, chosen: Sampling) -> torch.Tensor:
 def test_shares_of_tokens_are_their_probabilities(fields: dict[str, Any]) -> None:
     logits = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 2
     chosen = Sampling(**{"temperature": 0.8, **fields})
-    rows = [Row(chosen, {}, frozenset(), None, (i + 0.5) / NUM) for i in range(NUM)]
-    found = torch.zeros(400, dtype=torch.float64)
+    rows = [Row(chosen, {}, frozenset(), None, (i + 0.5) / NUM, behaviour=True) for i in range(NUM)]
+    found, expected = torch.zeros(400, dtype=torch.float64), filter_plainly(logits, chosen)
     for each in sample(logits.expand(NUM, -1), rows):
         found[each.token] += 1 / NUM
         assert each.logprob == pytest.approx(float(logits.log_softmax(-1)[each.token]), abs=1e-5)
-    expected = filter_plainly(logits, chosen)
+        assert each.behaviour_logprob == pytest.approx(math.log(expected[each.token]), abs=1e-5)
     torch.testing.assert_close(found, expected, atol=1.1 / NUM, rtol=0)
     assert ((found > 0) <= (expected > 0)).all()
 
@@ -81,6 +82,29 @@ def test_uniform_numbers_depend_on_seed_answer_and_place() -> None:
 
 pytest.importorskip("llguidance")
 PROMPT = tuple(b"answer: ")
+
+
+def test_a_log_probability_is_also_that_of_the_distribution_that_was_sampled_from(engine: SlotEngine) -> None:
+    cold = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 1.5, "logit_bias": {65: 4.0}, "seed": 3}
+    requests = [
+        TextRequest(PROMPT, Sampling(**cold), max_tokens=20, behaviour=True),
+        TextRequest(PROMPT, Sampling(1.0, seed=1), max_tokens=20, grammar=("regex", "[ab]{9}"), behaviour=True),
+        TextRequest(PROMPT, Sampling(1.0, seed=2), max_tokens=5, behaviour=True),
+        TextRequest(PROMPT, max_tokens=5, behaviour=True),
+        TextRequest(PROMPT, Sampling(0.5, seed=3), max_tokens=5),
+    ]
+    altered, compelled, *others = engine.run(requests)
+    raw = compute_logprobs(make_decoder(0), [*PROMPT, *list_tokens(altered)])[len(PROMPT) - 1 :]
+    for place, event in enumerate(altered):
+        raw[place, 65] += 4.0
+        raw[place, list({each.token for each in altered[:place]})] -= 1.5
+        share = filter_plainly(raw[place], requests[0].sampling)[event.token]
+        assert event.behaviour_logprob == pytest.approx(math.log(share), abs=1e-3)
+    raw = compute_logprobs(make_decoder(0), [*PROMPT, *list_tokens(compelled)])[len(PROMPT) - 1 :]
+    for place, event in enumerate(compelled[:9]):
+        share = raw[place, [97, 98]].softmax(-1)[event.token - 97]
+        assert event.behaviour_logprob == pytest.approx(math.log(share), abs=1e-3)
+    assert [{event.behaviour_logprob for event in each} for each in others] == [{None}, {0.0}, {None}]
 
 
 @pytest.fixture(scope="module")

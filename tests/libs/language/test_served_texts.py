@@ -137,6 +137,19 @@ async def test_a_registered_version_writes_text_and_answers_tensors() -> None:
         assert replica.measure_load()["requests"] > 20
 
 
+async def test_a_text_ends_at_any_end_token_that_the_models_files_name() -> None:
+    tokens = continue_greedily(make_decoder(1), PROMPT, 20)
+    ends = [next(each for each in range(VOCABULARY) if each not in tokens), tokens[9]]
+    files = list_files() | {"generation_config.json": json.dumps({"eos_token_id": ends}).encode()}
+    register_decoder(1, "champion", files=files)
+    async with serving_one("tiny@champion") as (_, replica):
+        events = await write(replica, max_tokens=20)
+        assert list_tokens(events) == tokens[: tokens.index(ends[1]) + 1]
+        assert events[-1].finish == "stop"
+        (engine,) = served(replica).streams._engines.values()  # type: ignore[union-attr, attr-defined]
+        assert set(ends) <= engine.engine._stop_tokens
+
+
 async def test_wrong_requests_are_refused_before_a_token() -> None:
     register_decoder(1)
     async with serving_one("tiny@1") as (_, replica):

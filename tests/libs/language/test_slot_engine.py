@@ -233,7 +233,7 @@ def test_full_queues_and_hopeless_deadlines_are_refused() -> None:
     [
         ({"prompt": ()}, "prompt = .*holds no token"),
         ({"prompt": (VOCABULARY,)}, "prompt = '1 tokens': holds one outside of 0 to 255"),
-        ({"prompt": (1,) * 96}, "prompt = '96 tokens': leaves no token of the context of 96"),
+        ({"prompt": (1,) * 96}, "prompt = '96 tokens': leaves no token of the context length of 96"),
         ({"num_answers": 10**6}, "num_answers = 1000000: expected 1 to 256"),
         ({"stop": ("a",) * 10_000}, "stop = '10000 texts': expected 16 at most"),
         ({"stop": ("",)}, "stop = '': expected 1 to 256 characters"),

@@ -231,6 +231,69 @@ def test_log_probabilities_end_with_the_text_that_a_stop_cut(path: str, client: 
             assert read(answer)[::2] == (cut, 1)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_ids_and_log_probabilities_are_those_of_all_tokens_that_were_read_and_sampled(
+    path: str, client: Client, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, stop = "max_output_tokens" if path == "responses" else "max_tokens", [" !", "BA"]
+    asked = PATHS[path] | {most: 40, "logit_bias": {"32": 9, "33": 9}, "stop": stop, "return_token_ids": True}
+    is_choice = path in ("chat/completions", "completions")
+    whole, frames = (
+        client.post(f"/v1/{path}", asked | {"temperature": 0.7, "stream": stream})[2] for stream in (False, True)
+    )
+    model = models.bare if path == "completions" else models.tiny
+    text = model.tokenizer.decode(find(whole, "token_ids")[0])
+    assert text.endswith("BA")  # in which the text is cut
+    assert join_text(path, [{"type": "", "delta": "", **whole}] if path != "responses" else frames) == text[:-2]
+    for answer in (whole, frames):
+        ids = [each for some in find(answer, "token_ids") for each in some]
+        [shoal] = [each for each in find(answer, "shoal") if "spans" in each]
+        behaviour = [each for some in find(answer, "behaviour_logprobs") for each in some]
+        logprobs = find(answer, "logprob") + shoal.get("logprobs", [])
+        logprobs += [each for some in find(answer, "token_logprobs") for each in some]
+        assert ids == find(whole, "token_ids")[0]
+        assert {tuple(each) for each in find(answer, "prompt_token_ids")} == {model.requests[-1].prompt}
+        assert (len(logprobs), len(behaviour), shoal["spans"]) == (len(ids), len(ids), [[3, len(ids)]])
+        assert all(own < given for own, given in zip(logprobs, behaviour, strict=True))  # the bias made them likely
+    if is_choice:
+        assert "prompt_token_ids" in (frames[0] if path == "chat/completions" else frames[0]["choices"][0])
+    monkeypatch.setattr(model.engine, "_stop_tokens", frozenset({33}))
+    ended = client.post(f"/v1/{path}", asked | {"logit_bias": {"33": 99}})[2]
+    assert find(ended, "token_ids") == [[33]]  # the end token, which is no text
+    assert not find(client.post(f"/v1/{path}", PATHS[path])[2], "token_ids")
+
+
+class KnownChats:
+    """A gateway's model that knows what came before the newest message."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.asked: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def continue_chat(self, messages: Any, tools: Any, fields: Any) -> tuple[int, ...] | None:
+        self.asked.append((messages, tools, fields))
+        return (7, 8, 9) if messages[0]["role"] == "assistant" else None
+
+
+def test_a_model_may_know_the_tokens_of_a_conversation(client: Client, models: Models) -> None:
+    """What a client sends with its messages besides is ignored, and does not reach the model."""
+    known, rendered = KnownChats(models.tiny), models.tiny
+    models.tiny = known  # type: ignore[assignment]
+    called = {"id": "c", "type": "function", "function": {"name": "where", "arguments": '{"n":  1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [called], "token_ids": [1], "reasoning_content": "so"}
+    asked = CHAT | {"messages": [said, *USER], "tools": TOOLS, "chat_template_kwargs": {"a": 1}}
+    answer = client.post("/v1/chat/completions", asked | {"return_token_ids": True})[2]
+    assert (answer["prompt_token_ids"], answer["usage"]["prompt_tokens"]) == ([7, 8, 9], 3)
+    function = {"name": "where", "arguments": {"n": 1}}
+    read = {"role": "assistant", "content": "", "tool_calls": [called | {"function": function}]}
+    assert known.asked == [([read, *USER], TOOLS, {"a": 1})]
+    assert client.post("/v1/chat/completions", CHAT)[2]["usage"]["prompt_tokens"] == 21  # of the template
+    models.tiny = rendered
+
+
 @pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]", ""])
 def test_a_compelled_call_is_in_the_form_of_the_template(mark: str, client: Client, models: Models) -> None:
     template = models.tiny.tokenizer.chat_template

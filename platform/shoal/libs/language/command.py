@@ -140,7 +140,7 @@ class Conversation:
         except KeyboardInterrupt:
             click.secho("cancelled", dim=True)
         except (ShoalError, OSError) as error:
-            hint = ". /reset begins again" if " context of " in str(error) else ""
+            hint = ". /reset begins again" if " context length of " in str(error) else ""
             click.secho(f"{error}{hint}", fg="red", err=True)
         return True
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -53,6 +53,25 @@ class TextModel(Protocol):
 
     async def embed(self, prompts: Sequence[TokenIds], call: TextCall) -> tuple[list[np.ndarray], int]:
         """A vector per prompt (mean of the last hidden states, normalised), and the version that computed them."""
+        ...
+
+
+@runtime_checkable
+class ChatContinuation(Protocol):
+    """What a TextModel may have besides, such as that of a gateway which has recorded the tokens of a conversation: to
+    render its messages again, and to divide them again, would give other tokens than the model has read and written."""
+
+    def continue_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        fields: Mapping[str, Any],
+    ) -> TokenIds | None:
+        """The prompt's tokens, the begin of the answer's message included; None: as the chat template renders them.
+
+        messages: of the chat API, each content a text and each call's arguments an object; what else a client sent with
+        them is gone. tools: as the template takes them. fields: the template's own. It is called from any thread.
+        """
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -34,10 +34,12 @@ class TextAnswer:
     shown:    events whose tokens belong to the text for certain, until a stream takes them
     pending:  those that a stop text may yet cut
     stopped:  the stop text that was met
+    shows_all: events are shown at once, those that a stop text cuts included
     """
 
     index: int
     reader: ToolCallReader | None
+    shows_all: bool
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     num_tokens: int = 0
@@ -58,7 +60,7 @@ class TextAnswer:
             self.unsent[-1][1].append(event.token)
             self.pending.append(event)
         self.num_chars += len(event.text)
-        is_all = event.finish is not None and not event.stopped
+        is_all = self.shows_all or (event.finish is not None and not event.stopped)
         while self.pending and (is_all or self.pending[0].offset < self.num_chars):
             self.shown.append(self.pending.pop(0))
         text = event.text if self.reader is None else self.reader.push(event.text)
@@ -129,6 +131,28 @@ class Answers:
         given, answer.unsent = answer.unsent, []
         return {"shoal": {"given": given}} if given and self.can_resume else {}
 
+    def describe_prompt(self, answer: TextAnswer) -> Json:
+        """vLLM's `prompt_token_ids`, if they are asked for: what the model has read."""
+        request = self.job.requests[answer.index // self.job.body.n]
+        return {"prompt_token_ids": request.prompt} if self.job.body.return_token_ids else {}
+
+    def describe_sampled(self, answer: TextAnswer, events: Sequence[TokenEvent], **shoal: object) -> Json:
+        """vLLM's `token_ids` of these events, if they are asked for. `shoal` has what vLLM lacks: versions at the end,
+        and log-probabilities under the distribution that was sampled from, where it was not the model's own."""
+        sampled: Json = {}
+        if self.job.body.return_token_ids:
+            sampled["token_ids"] = [event.token for event in events]
+            likely = [event.behaviour_logprob for event in events if event.behaviour_logprob is not None]
+            shoal |= {"behaviour_logprobs": likely} if likely else {}
+        shoal |= {"spans": answer.spans} if answer.finish else {}
+        return sampled | ({"shoal": shoal} if shoal else {})
+
+    def describe_single(self) -> Json:
+        """The same of the only answer, for APIs without a place for log-probabilities."""
+        (answer,) = self.all
+        logprobs = [event.logprob for event in answer.shown]
+        return self.describe_sampled(answer, answer.shown, **{"logprobs": logprobs} if answer.shows_all else {})
+
     @property
     def num_new_tokens(self) -> int:
         return sum(answer.num_tokens for answer in self.all)
@@ -148,7 +172,8 @@ async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]
         name = (job.names or {}).get(field, field)
         message = re.sub(f"^{re.escape(error.field)}\\b", name, error.message)
         raise InferenceError(error.status, message, error.retry_after_s, name) from error
-    answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
+    numbers = range(len(job.requests) * job.body.n)
+    answers = [TextAnswer(number, job.use.make_reader(job.template), job.body.return_token_ids) for number in numbers]
     return Answers(job, first, events, answers, bool(resume) and len(answers) == 1, count)
 
 

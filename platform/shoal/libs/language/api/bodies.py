@@ -28,6 +28,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "cache_control", "inference_geo"), (_ANY,)),
     **dict.fromkeys(("store", "background", "echo"), (False,)),
     "best_of": (1,),
+    "min_tokens": (0,),
     "suffix": ("",),
     "modalities": (["text"],),
     "truncation": ("disabled",),
@@ -51,6 +52,8 @@ class Fields(Struct, kw_only=True):
     """What every text may have. Ranges are checked by the engine, which knows its model.
 
     given: of an answer that was cut, what has come: versions, each with the tokens that it wrote
+    return_token_ids: give the tokens that the model has read and written, and how likely each was
+    top_k: -1 as vLLM has it, too
     """
 
     model: str
@@ -58,7 +61,7 @@ class Fields(Struct, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -76,6 +79,7 @@ class Fields(Struct, kw_only=True):
     deadline_s: float | None = None
     given: list[tuple[Version, list[Token]]] = []
     chat_template_kwargs: Json = {}
+    return_token_ids: bool = False
 
 
 Messages = Annotated[list[Json], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -96,8 +100,9 @@ class ChatBody(Fields, kw_only=True):
 
 class CompletionBody(Fields, kw_only=True):
     prompt: str | list[Any]
+    add_special_tokens: bool = True
     max_tokens: Count = 16
-    logprobs: int | None = None
+    logprobs: bool | int | None = None  # true, as gateways send it for a chat: 1
     response_format: Json = {}
 
 

@@ -55,50 +55,51 @@ def write_chat(answers: Answers) -> Json:
     """A chat.completion."""
     choices = []
     for answer in answers.all:
-        entries = _describe_tokens(answers.job, answer)
+        events = _take_shown(answers.job, answer)
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": describe_calls(answer.calls)}
-        content = {"content": entries, "refusal": None} if answers.job.body.logprobs else None
-        choices.append({"index": answer.index, "message": message, "logprobs": content, **_describe_end(answer)})
-    head = _make_head(answers, "chat.completion", "chatcmpl-")
+        choice = {"index": answer.index, "message": message, "logprobs": _describe_tokens(answers.job, events)}
+        choices.append({**choice, "finish_reason": answer.finish, **answers.describe_sampled(answer, events or ())})
+    head = _make_head(answers, "chat.completion", "chatcmpl-") | answers.describe_prompt(answers.all[0])
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
 
 def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     """chat.completion.chunk, and [DONE]."""
-    begun: set[int] = set()
 
-    def describe(answer: TextAnswer, text: str) -> Json:
+    def describe(answer: TextAnswer, text: str, events: Sequence[TokenEvent] | None, is_first: bool) -> Json:
         delta: Json = {"content": text} if text else {}
-        if answer.index not in begun:
-            begun.add(answer.index)
+        if is_first:
             delta = {"role": "assistant", "content": text}
         if answer.calls:
             calls = describe_calls(answer.calls)
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        entries = _describe_tokens(answers.job, answer)
-        if not (delta or entries or answer.finish):
+        if not (delta or events or answer.finish):
             return {}
-        choice: Json = {"index": answer.index, "delta": delta}
-        return choice | ({"logprobs": {"content": entries, "refusal": None}} if entries else {})
+        choice = {"index": answer.index, "delta": delta}
+        choice |= {"logprobs": _describe_tokens(answers.job, events)} if events else {}
+        return {"choices": [choice], **(answers.describe_prompt(answer) if is_first else {})}
 
     return _stream(answers, "chat.completion.chunk", "chatcmpl-", describe)
 
 
 def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
     """Raises InferenceError (400)."""
-    prompts, wanted = encode_prompts(model, body.prompt, "prompt"), read_format(body.response_format, "response_format")
-    more: Json = {"max_tokens": body.max_tokens, "top_logprobs": body.logprobs or 0}
+    prompts = encode_prompts(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
+    wanted = read_format(body.response_format, "response_format")
+    more: Json = {"max_tokens": body.max_tokens, "top_logprobs": int(body.logprobs or 0)}
     return make_job(model, body, prompts, grammars=[wanted], names={"top_logprobs": "logprobs"}, **more)
 
 
 def write_completion(answers: Answers) -> Json:
     """A text_completion."""
-    choices = [
-        {"index": each.index, "text": each.text, "logprobs": _list_columns(answers.job, each), **_describe_end(each)}
-        for each in answers.all
-    ]
+    choices = []
+    for answer in answers.all:
+        events = _take_shown(answers.job, answer)
+        choice = {"index": answer.index, "text": answer.text, "logprobs": _list_columns(answers.job, events)}
+        choice |= {"finish_reason": answer.finish, **answers.describe_prompt(answer)}
+        choices.append(choice | answers.describe_sampled(answer, events or ()))
     head = _make_head(answers, "text_completion", "cmpl-")
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
@@ -106,11 +107,11 @@ def write_completion(answers: Answers) -> Json:
 def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
 
-    def describe(answer: TextAnswer, text: str) -> Json:
-        reported = _list_columns(answers.job, answer)
-        if not (text or answer.finish or reported):
+    def describe(answer: TextAnswer, text: str, events: Sequence[TokenEvent] | None, is_first: bool) -> Json:
+        if not (text or events or answer.finish):
             return {}
-        return {"index": answer.index, "text": text, "logprobs": reported}
+        choice = {"index": answer.index, "text": text, "logprobs": _list_columns(answers.job, events)}
+        return {"choices": [choice | (answers.describe_prompt(answer) if is_first else {})]}
 
     return _stream(answers, "text_completion", "cmpl-", describe)
 
@@ -146,36 +147,42 @@ def _make_head(answers: Answers, kind: str, prefix: str) -> Json:
     return {"id": make_id(prefix), "object": kind, "created": int(time.time()), "model": answers.job.body.model}
 
 
-def _describe_end(answer: TextAnswer) -> Json:
-    return {"finish_reason": answer.finish, "shoal": {"spans": answer.spans}}
-
-
 async def _stream(
-    answers: Answers, kind: str, prefix: str, describe: Callable[[TextAnswer, str], Json]
+    answers: Answers,
+    kind: str,
+    prefix: str,
+    describe: Callable[[TextAnswer, str, Sequence[TokenEvent] | None, bool], Json],
 ) -> AsyncGenerator[bytes, None]:
     """A chunk for each new text of an answer of which `describe` has something to say."""
-    head = _make_head(answers, kind, prefix)
+    head, begun = _make_head(answers, kind, prefix), set[int]()
     async for answer, text in answers.read():
-        if choice := describe(answer, text):
-            choice |= _describe_end(answer) if answer.finish else {"finish_reason": None}
-            yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
+        events = _take_shown(answers.job, answer)
+        if chunk := describe(answer, text, events, answer.index not in begun):
+            more = answers.describe_sampled(answer, events or ())
+            chunk["choices"][0] |= {"finish_reason": answer.finish or None, **more}
+            yield write_frame({**head, **chunk, **answers.describe_progress(answer)})
+        begun.add(answer.index)
     if answers.job.body.stream_options.include_usage:
         yield write_frame({**head, "choices": [], "usage": answers.count_usage()})
     yield b"data: [DONE]\n\n"
 
 
-def _take_shown(answer: TextAnswer, wanted: object) -> list[TokenEvent]:
+def _take_shown(job: Job, answer: TextAnswer) -> list[TokenEvent] | None:
+    """Its tokens since the last call; None where neither they nor their log-probabilities are wanted."""
     events, answer.shown = answer.shown, []
-    return events if wanted else []
+    is_wanted = job.body.logprobs is not None and job.body.logprobs is not False
+    return events if is_wanted or answer.shows_all else None
 
 
-def _describe_tokens(job: Job, answer: TextAnswer) -> list[Json]:
-    """The log-probabilities of the tokens since the last call; empty where none are wanted."""
+def _describe_tokens(job: Job, events: Sequence[TokenEvent] | None) -> Json | None:
+    """Their log-probabilities."""
+    if events is None:
+        return None
     described = []
-    for event in _take_shown(answer, job.body.logprobs):
+    for event in events:
         top = [_describe_token(job, *each) for each in event.top_logprobs]
         described.append(_describe_token(job, event.token, event.logprob) | {"top_logprobs": top})
-    return described
+    return {"content": described, "refusal": None}
 
 
 def _describe_token(job: Job, token: int | None, logprob: float) -> Json:
@@ -184,19 +191,17 @@ def _describe_token(job: Job, token: int | None, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
-def _list_columns(job: Job, answer: TextAnswer) -> Json | None:
+def _list_columns(job: Job, events: Sequence[TokenEvent] | None) -> Json | None:
     """The same as /v1/completions has it; None for none."""
-    decode, names = job.model.tokenizer.decode, ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    rows = [
-        (
-            decode([event.token]),
-            event.logprob,
-            {decode([token]): value for token, value in event.top_logprobs},
-            event.offset,
-        )
-        for event in _take_shown(answer, job.body.logprobs is not None)
-    ]
-    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else None
+    if not events:
+        return None
+    decode = job.model.tokenizer.decode
+    return {
+        "tokens": [decode([event.token]) for event in events],
+        "token_logprobs": [event.logprob for event in events],
+        "top_logprobs": [{decode([token]): value for token, value in event.top_logprobs} for event in events],
+        "text_offset": [event.offset for event in events],
+    }
 
 
 CHAT = Api(ChatBody, prepare_chat, write_chat, stream_chat)

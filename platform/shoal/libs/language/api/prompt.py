@@ -16,7 +16,7 @@ from shoal.errors import InferenceError, needs_extra, summarize_error
 from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, Json, field_error, read_text, require
 from shoal.libs.language.api.tools import ToolUse
 from shoal.libs.language.engine.request import GrammarKind, Sampling, TextRequest, TokenIds
-from shoal.libs.language.text_model import TextModel
+from shoal.libs.language.text_model import ChatContinuation, TextModel
 
 MAX_CHARS_PER_TOKEN = 64  # a longer text than the context's times this is refused before it is divided into tokens
 Grammar = tuple[GrammarKind, Any]
@@ -75,6 +75,7 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[TokenIds], **more
         end_s=body.deadline_s,
         given=tuple(token for _, tokens in body.given for token in tokens),
         grammar=given[0][1] if given else None,
+        behaviour=body.return_token_ids,
         **{"stop": stop, **fields},
     )
     for prompt in prompts:
@@ -105,7 +106,7 @@ def _read_sampling(body: Fields) -> Sampling:
             raise InferenceError(400, f"logit_bias.{token[:40]}: expected a token's number", field="logit_bias")
         bias[int(token)] = value
     names = Sampling.__dataclass_fields__.keys() - {"logit_bias"}
-    return Sampling(logit_bias=bias, **{name: getattr(body, name) for name in names})
+    return Sampling(logit_bias=bias, **{name: getattr(body, name) for name in names} | {"top_k": max(body.top_k, 0)})
 
 
 def check_length(model: TextModel, prompt: TokenIds, name: str) -> None:
@@ -113,20 +114,20 @@ def check_length(model: TextModel, prompt: TokenIds, name: str) -> None:
     if not prompt:
         raise field_error(name, "has no token")
     if len(prompt) >= model.context:
-        problem = f"has {len(prompt)} tokens, and an answer needs room in the context of {model.context}"
+        problem = f"has {len(prompt)} tokens, and an answer needs room in the context length of {model.context}"
         raise field_error(name, problem)
 
 
 def encode(model: TextModel, text: str, name: str, **options: Any) -> TokenIds:
     """The tokens of a text. Raises InferenceError (400)."""
     if len(text) > MAX_CHARS_PER_TOKEN * model.context:
-        problem = f"has {len(text)} characters, too many for the context of {model.context} tokens"
+        problem = f"has {len(text)} characters, too many for the context length of {model.context} tokens"
         raise field_error(name, problem)
     return tuple(model.tokenizer.encode(text, **options))
 
 
-def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[TokenIds]:
-    """A text, texts, tokens, or lists of tokens. Raises InferenceError (400)."""
+def encode_prompts(model: TextModel, given: str | list[Any], name: str, **options: Any) -> list[TokenIds]:
+    """A text, texts, tokens, or lists of tokens. options: of the tokenizer. Raises InferenceError (400)."""
     if isinstance(given, str) or (given and all(type(each) is int for each in given)):
         given = [given]
     if not 1 <= len(given) <= MAX_PROMPTS:
@@ -134,7 +135,7 @@ def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[
     prompts = []
     for number, each in enumerate(given):
         if isinstance(each, str):
-            prompts.append(encode(model, each, name))
+            prompts.append(encode(model, each, name, **options))
         elif isinstance(each, list) and all(type(token) is int and 0 <= token < 2**31 for token in each):
             prompts.append(tuple(each))
         else:
@@ -148,7 +149,7 @@ def render_chat(
     """The tokens of a conversation, and the template that made them.
 
     continues: the answer continues the last message; own: fields of the template's own
-    Raises InferenceError (400).
+    A model that is a `ChatContinuation` may know the tokens better. Raises InferenceError (400).
     """
     tokenizer, tools = model.tokenizer, use.describe()
     if not tokenizer.chat_template:
@@ -159,6 +160,10 @@ def render_chat(
     size = sum(len(each["content"]) for each in messages)
     if size > MAX_CHARS_PER_TOKEN * model.context:
         encode(model, " " * size, name)  # raises
+    if isinstance(model, ChatContinuation) and not continues:
+        known = model.continue_chat(messages, tools, own)
+        if known is not None:
+            return known, template
     with needs_extra("language"):
         from jinja2 import TemplateError
     how = {"tokenize": False, "continue_final_message" if continues else "add_generation_prompt": True}

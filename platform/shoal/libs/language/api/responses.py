@@ -126,12 +126,13 @@ def _make_response(
     response |= {"instructions": body.instructions or None, "text": body.text or {"format": {"type": "text"}}}
     response |= {"store": False, "previous_response_id": None, "error": None, "output": output or []}
     response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+    response |= answers.describe_prompt(answers.all[0])
     if answer is None:
         return response
     before, new, total = answers.count_usage().values()
     usage: Json = {"input_tokens": before, "output_tokens": new, "total_tokens": total}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return response | {"usage": usage, "shoal": {"spans": answer.spans}}
+    return response | {"usage": usage, **answers.describe_single()}
 
 
 RESPONSES = Api(ResponseBody, prepare_response, write_response, stream_response)

@@ -69,7 +69,8 @@ class AnswerState:
             assert self.weights is not None
             allowed = self.matcher.allow(self.weights.model.num_tokens, self.weights.model.device)
         uniform = draw_uniform(self.seed, self.index, self.num_new) if sampling.temperature else 0.0
-        return Row(sampling, self.counts, self.prompt_tokens, allowed, uniform, self.request.top_logprobs)
+        wanted = self.request.top_logprobs, self.request.behaviour
+        return Row(sampling, self.counts, self.prompt_tokens, allowed, uniform, *wanted)
 
     def add(self, token: int) -> str:
         """Append a token; returns text that is certain. A token that ends the answer is no text."""

@@ -61,6 +61,7 @@ class TextRequest:
     grammar:       what the answer must satisfy: its kind, and a JSON schema, a regular expression, a Lark grammar, or
                    a list of texts
     top_logprobs:  alternatives reported with each token
+    behaviour:     report how likely each token was under the distribution that it was sampled from
     adapter:       the name of an adapter; "" for the base model
     swap:          when the weights are replaced: `continue` under the new ones once its cache was filled again by
                    them, `finish` under the old ones, or `refuse`: end. None: `continue`, or what an endpoint says
@@ -77,6 +78,7 @@ class TextRequest:
     given: TokenIds = ()
     grammar: tuple[GrammarKind, Any] | None = None
     top_logprobs: int = 0
+    behaviour: bool = False
     adapter: str = ""
     swap: Swap | None = None
     priority: int = 0
@@ -96,6 +98,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     spans:        at the end: (version, number of tokens) in order, over all tokens that this engine generated
     offset:       where the token's text begins in the answer's
     stopped:      at the end: the stop text that was met. Tokens whose text does not begin before it are no answer
+    behaviour_logprob: as `logprob`, under the distribution that the token was sampled from (0 for a greedy one). None
+                  where the model's own was, or where the request does not ask for it
     """
 
     request: int
@@ -110,6 +114,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int | str, int], ...] = ()
     offset: int = 0
     stopped: str = ""
+    behaviour_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def check_request(request: TextRequest, limits: Limits) -> None:
     if not request.prompt:
         raise ConfigError("prompt", (), "holds no token", "give one at least, such as the model's first")
     if (known := len(request.prompt) + len(request.given)) >= limits.length:
-        raise ConfigError("prompt", f"{known} tokens", f"leaves no token of the context of {limits.length}")
+        raise ConfigError("prompt", f"{known} tokens", f"leaves no token of the context length of {limits.length}")
     _check_range("max_tokens", request.max_tokens, 1, limits.length)
     if request.max_tokens is not None and request.max_tokens <= len(request.given):
         raise ConfigError("given", f"{len(request.given)} tokens", f"are max_tokens = {request.max_tokens} already")

@@ -6,6 +6,7 @@ Rows never meet: a row's token depends on no other row. Legend: R rows, V tokens
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class Row(NamedTuple):
     prompt:  the tokens of the prompt, for `repetition_penalty`
     allowed: bool [V], by a grammar
     uniform: in [0, 1)
+    behaviour: whether the token's log-probability under the row's own distribution is wanted
     """
 
     sampling: Sampling
@@ -33,14 +35,16 @@ class Row(NamedTuple):
     allowed: Tensor | None
     uniform: float
     top_logprobs: int = 0
+    behaviour: bool = False
 
 
 class Sampled(NamedTuple):
-    """token: -1 where the model's logits are not finite."""
+    """token: -1 where the model's logits are not finite. behaviour_logprob: see `TokenEvent`"""
 
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    behaviour_logprob: float | None = None
 
 
 def draw_uniform(seed: int, index: int, position: int) -> float:
@@ -61,8 +65,12 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
             scores[number] = _alter(scores[number], row)
     chosen = scores.argmax(-1)
     hot = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    behaviour: list[float | None] = [0.0 if row.behaviour else None for row in rows]
     if hot:
-        chosen[hot] = _draw(scores if len(hot) == len(rows) else scores[hot], [rows[number] for number in hot])
+        drawn, own = _draw(scores if len(hot) == len(rows) else scores[hot], [rows[number] for number in hot])
+        chosen[hot] = drawn
+        for number, logprob in zip(hot, own, strict=True):
+            behaviour[number] = logprob
     logprobs = (raw.gather(1, chosen[:, None])[:, 0] - total[: len(rows)]).tolist()
     is_finite = total.isfinite().tolist()
     results = []
@@ -71,7 +79,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         if row.top_logprobs:
             best = (raw[number] - total[number]).topk(row.top_logprobs)
             top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        results.append(Sampled(token if is_finite[number] else -1, logprobs[number], top))
+        results.append(Sampled(token if is_finite[number] else -1, logprobs[number], top, behaviour[number]))
     return results
 
 
@@ -87,36 +95,45 @@ def _alter(scores: Tensor, row: Row) -> Tensor:
     if row.allowed is not None:
         scores = scores.masked_fill(~row.allowed, -torch.inf)
     if chosen.logit_bias:
-        tokens = torch.tensor(list(chosen.logit_bias), device=scores.device)
-        scores[tokens] += torch.tensor(list(chosen.logit_bias.values()), device=scores.device)
+        scores[list(chosen.logit_bias)] += scores.new_tensor(list(chosen.logit_bias.values()))
     if chosen.repetition_penalty != 1.0:
-        seen = torch.tensor(list(row.prompt | row.counts.keys()), device=scores.device)
+        seen = list(row.prompt | row.counts.keys())
         known = scores[seen]
         scores[seen] = torch.where(known > 0, known / chosen.repetition_penalty, known * chosen.repetition_penalty)
     if row.counts and (chosen.presence_penalty or chosen.frequency_penalty):
-        seen = torch.tensor(list(row.counts), device=scores.device)
-        times = torch.tensor(list(row.counts.values()), device=scores.device)
-        scores[seen] -= chosen.presence_penalty + chosen.frequency_penalty * times
+        times = scores.new_tensor(list(row.counts.values()))
+        scores[list(row.counts)] -= chosen.presence_penalty + chosen.frequency_penalty * times
     return scores
 
 
-def _draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Tokens [R] by the inverse of each row's distribution function, at its uniform number."""
+def _draw(scores: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[float | None]]:
+    """Tokens [R] by the inverse of each row's distribution function, at its uniform number; and see `Sampled`."""
     temperatures = [max(row.sampling.temperature, _COLDEST) for row in rows]
-    scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
+    scores = scores / scores.new_tensor(temperatures)[:, None]
     uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device)
-    mass = scores.softmax(-1).double().cumsum(-1)
+    probabilities = scores.softmax(-1).double()
+    mass = probabilities.cumsum(-1)
     tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]
     tokens.clamp_(max=scores.shape[1] - 1)  # of a row that is not finite, whose token is not used
+    behaviour: list[float | None] = []
     for number, row in enumerate(rows):
         chosen = row.sampling
-        if chosen.top_k or chosen.top_p < 1 or chosen.min_p:
-            tokens[number] = _draw_filtered(scores[number], chosen, row.uniform)
-    return tokens
+        is_filtered = bool(chosen.top_k or chosen.top_p < 1 or chosen.min_p)
+        is_wanted = row.behaviour and (chosen.temperature != 1 or is_filtered or _is_altered(row))
+        if is_filtered:
+            nearest, kept = _filter(scores[number], chosen)
+            sums = kept.cumsum(-1)
+            place = torch.searchsorted(sums, row.uniform * sums[-1:], right=True).clamp_(max=len(sums) - 1)[0]
+            tokens[number] = nearest[place]
+        elif is_wanted:
+            kept, place = probabilities[number], tokens[number]
+        behaviour.append(math.log(kept[place] / kept.sum()) if is_wanted else None)
+    return tokens, behaviour
 
 
-def _draw_filtered(scores: Tensor, chosen: Sampling, uniform: float) -> Tensor:
-    """One token of a row [V], of those that top_k, top_p and min_p leave."""
+def _filter(scores: Tensor, chosen: Sampling) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of a row [V], descending, and their probabilities: 0 for those that top_k, top_p and
+    min_p do not leave."""
     size = len(scores)
     num = min(chosen.top_k, size) if chosen.top_k else min(_NEAR, size)
     while True:
@@ -130,5 +147,4 @@ def _draw_filtered(scores: Tensor, chosen: Sampling, uniform: float) -> Tensor:
         if num == size or chosen.top_k or not keep[-1]:
             break
         num = size
-    mass = (probabilities * keep).cumsum(-1)
-    return best.indices[torch.searchsorted(mass, uniform * mass[-1:], right=True).clamp_(max=num - 1)[0]]
+    return best.indices, probabilities * keep

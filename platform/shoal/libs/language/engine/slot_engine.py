@@ -406,7 +406,8 @@ class SlotEngine:
         answer.note_version(answer.weights.version)
         self._totals["new_tokens"] += 1
         known = choice.token, choice.logprob, choice.top_logprobs, answer.weights.version, text
-        event = TokenEvent(answer.number, answer.index, *known, offset=offset)
+        behaviour = choice.behaviour_logprob
+        event = TokenEvent(answer.number, answer.index, *known, offset=offset, behaviour_logprob=behaviour)
         problem = answer.matcher.problem if answer.matcher is not None else ""
         is_stopped = choice.token in answer.stop_tokens or answer.stopped
         if problem:
