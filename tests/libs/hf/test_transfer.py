@@ -45,11 +45,13 @@ def compute(model: torch.nn.Module) -> np.ndarray:
 def test_drafts_of_processes_that_were_killed_are_gone_with_the_next_pull(shoal_home: Path) -> None:
     with subprocess.Popen(["true"]) as dead:
         pass
-    others = [shoal_home / "hf" / f".{socket.gethostname()}-{pid}-x" for pid in (dead.pid, os.getpid())]
+    host = socket.gethostname()
+    processes = (f"{host}-{dead.pid}", f"{host}-{os.getpid()}", f"{host}-{dead.pid}-{os.getpid()}")
+    others = [shoal_home / "hf" / f".{each}-x" for each in processes]  # the last one is of a host of another name
     for each in others:
         each.mkdir(parents=True)
     with open_draft() as draft:
-        assert [each.exists() for each in (*others, draft)] == [False, True, True]
+        assert [each.exists() for each in (*others, draft)] == [False, True, True, True]
     assert not draft.exists()
 
 

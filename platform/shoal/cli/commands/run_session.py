@@ -7,6 +7,8 @@ It owns the processes that it starts and always ends them all; an existing clust
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -330,6 +332,8 @@ class RunSession:
             if (record.folder / name).exists():
                 say(f"{label:<15} {record.folder / name}")
         say("what next:")
+        if shutil.which("shoal") is None:  # it was started by its path, as by `make demo`
+            say(f"  source {shlex.quote(sys.prefix)}/bin/activate")
         say(f"  shoal runs {record.id}")
         for command in list_views(record, [f"{model['name']}@{model['version']}" for model in models]):
             say(f"  {command}")
