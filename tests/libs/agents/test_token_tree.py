@@ -117,10 +117,14 @@ def test_other_tools_or_fields_of_the_template_are_another_history() -> None:
         assert plan.num_parent_tokens == 0
 
 
-def test_of_equal_answers_the_newest_is_continued() -> None:
+def test_the_longest_turn_is_continued_and_of_equal_ones_the_newest() -> None:
     tree = TokenTree(make_tokenizer())
     turns = [add(tree, [user("a")], assistant("b"), [65 + number]) for number in range(2)]
-    assert tree.plan([user("a"), assistant("b"), user("c")]).parent == turns[1]
+    history = [user("a"), assistant("b"), user("c")]
+    assert tree.plan(history).parent == turns[1]
+    longest = add(tree, history, assistant("d"), [70])
+    assert tree.plan([*history, assistant("d"), user("e")]).parent == longest
+    assert tree.plan([*history, assistant("other"), user("e")]).parent == turns[1]
 
 
 # -- Continuing
@@ -188,6 +192,8 @@ def test_an_answer_that_is_begun_is_continued() -> None:
     assert plan.parent == first
     assert tree.tokenizer.decode(plan.prompt).endswith("<|im_start|>assistant\nThe")
     assert tree.plan(begun[:2], continues=True).parent is None  # the client's begin, and not the turn
+    add(tree, begun[:3], assistant("The"), [66])
+    assert tree.plan(begun, continues=True) == plan
 
 
 def test_what_a_template_refuses_is_an_error_of_the_request() -> None:
@@ -374,6 +380,10 @@ OTHER_ENDS = CHATML.replace("<|im_end|>\n{% endfor", "{{ '<|endoftext|>' if m.to
 WITH_CALLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}").replace(
     "</tool_call>", "</tool_call>{{ (messages | selectattr('role', 'eq', 'tool') | first).content }}"
 )
+ONLY_WITH_CALLS = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}",
+).replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
 LATE_TOOLS = "{% for m in messages %}{{ m.content }}{{ tools | tojson if tools and loop.last }}<|im_end|>{% endfor %}"
 
 
@@ -388,6 +398,7 @@ LATE_TOOLS = "{% for m in messages %}{{ m.content }}{{ tools | tojson if tools a
         (PLAIN_END, "with thinking, it ends an answer by 'End.*', which does not begin with a special token"),
         (OTHER_ENDS, "with tool calls, what it writes behind an answer depends on the answer"),
         (WITH_CALLS, "with tool calls, "),
+        (ONLY_WITH_CALLS, "with tool calls, what it writes behind an answer depends on the answer"),
         (LATE_TOOLS, "with tool calls, it writes earlier messages in another form"),
         ("{{ raise_exception('never') }}", "with thinking, messages: .* refuses them: never"),
     ],

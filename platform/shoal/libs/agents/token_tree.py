@@ -146,13 +146,13 @@ class TokenTree:
         """
         options = tools, CONTINUED if continues else PROMPT, template_fields
         keys = hash_messages(messages, tools, template_fields)
-        for number in range(len(messages) - continues, 0, -1):
+        for number in range(len(messages), 0, -1):
             parent = self._by_key.get(keys[number])
             if parent is None:
                 continue
             behind = render_behind(self.tokenizer, messages, number - 1, *options)
-            if not behind:
-                break
+            if not behind:  # the answer is the last message, to be continued, or is not shown
+                continue
             added = encode(self.tokenizer, behind)
             if parent.tokens[-1:].tolist() == added[:1]:
                 del added[0]
