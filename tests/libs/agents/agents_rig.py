@@ -1,6 +1,6 @@
 """A run of agents without Ray, on a model of a few thousand parameters, and a client that is no code of ours.
 
-    python agents_rig.py MODEL FOLDER    # as a process that a test can kill
+python agents_rig.py MODEL FOLDER    # as a process that a test can kill
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shoal.libs.agents.setting import make_setting
 from shoal.libs.agents.session_store import FILE_NAME, read_sessions
+from shoal.libs.agents.setting import make_setting
 from shoal.libs.agents.spec import AgentsSpec
 from shoal.rl.local_loop import LocalLoop
 

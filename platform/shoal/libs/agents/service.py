@@ -289,7 +289,7 @@ class SessionService:
     def find_answer(self, session: Session, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to this request, if it was written."""
         rows = self._store.read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session.id, request)
-        return rows[0] if rows else None  # type: ignore[return-value]
+        return rows[0] if rows else None
 
     async def reward_turn(self, session: Session, reply: str, reward: float) -> None:
         """Reward an answer by its id. Raises SessionError (404)."""

@@ -130,7 +130,8 @@ class SessionText:
         request, why_not = _apply_rules(request, texts.session, texts.service)
         template = self.tokenizer.chat_template or ""
         answers = [
-            _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False)) for number in range(request.num_answers)
+            _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False))
+            for number in range(request.num_answers)
         ]
         try:
             async with aclosing(texts.sampler.generate(request, call)) as events:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.baselines import Baseline, compute_advantages
-from shoal.libs.agents.token_tree import TrainingSegment, TokenTree, Turn
+from shoal.libs.agents.token_tree import TokenTree, TrainingSegment, Turn
 from shoal.wire.segment import Segment
 
 MAX_TASK_BYTES = 65_536
