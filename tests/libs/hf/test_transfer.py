@@ -15,6 +15,7 @@ from tiny_models import SIZES, make_model, save_model, write_lines
 from tokenizers import pre_tokenizers
 
 import shoal
+from python_program import run_python
 from shoal.errors import ConfigError
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_model_name, open_draft
 from shoal.libs.hf.tasks import CausalLM
@@ -67,6 +68,10 @@ def test_a_folder_that_went_through_the_registry_gives_the_same_logits(kind: str
     assert tokenizer.decode(tokenizer("a cat")["input_ids"]) == "a cat"
     with pytest.raises(ConfigError, match="is not empty"):
         push(found, tmp_path / "out")
+
+
+def test_a_verb_says_what_it_waits_for_also_while_transformers_loads() -> None:
+    run_python("import sys, shoal.libs.hf.commands; assert 'transformers' not in sys.modules")
 
 
 @pytest.mark.parametrize(

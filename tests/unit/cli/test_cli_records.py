@@ -243,6 +243,19 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
         assert not session._poll()
 
 
+def test_a_command_whose_endpoint_answers_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    with runs.create("x", "models: [m@1]", "one", kind=runs.RunKind.SERVING) as run:
+        session = a_session("models=m@1")
+        session.run_id = "one"
+        monkeypatch.setattr(session._reporter, "wait_for", waits.append)
+        session._read_record()
+        assert not waits
+        run.record_endpoint("m", "inference", "http://h", "ready")
+        session._read_record()
+        assert waits == [""]
+
+
 @pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
 def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     error: ShoalError, shoal_home: Path, monkeypatch: pytest.MonkeyPatch

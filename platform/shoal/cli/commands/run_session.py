@@ -141,7 +141,7 @@ class RunSession:
         self._job: ray_jobs.JobHandle | None = None
         self._line_throttle = run_view.LineThrottle()
         self._job_log: JobLogReader | None = None
-        self._reporter = WaitReporter(f"waiting for the job {path.stem}")  # until there is a view of its run
+        self._reporter = WaitReporter(f"waiting for the job {path.stem!r}")  # until there is a view of its run
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
@@ -267,7 +267,7 @@ class RunSession:
             )
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
-        if self._view is not None:
+        if self._view is not None or addresses:  # an endpoint is ready: nothing is waited for
             self._reporter.wait_for("")
 
     def _take_new_notes(self) -> list[str]:
