@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shoal.actor.environment import PICTURES, open_environment, translate_environment_errors
     from shoal.actor.policy import make_policy
     from shoal.rl.algorithm_config import AlgorithmConfig
+    from shoal.rl.algorithms.actor_critic import find_non_finite
     from shoal.rl.algorithms.algorithm import (
         Algorithm,
         Metrics,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         find_device,
         make_algorithm,
         restore_optimizer,
+        set_learning_rate,
     )
     from shoal.rl.algorithms.normalization import Normalizer
     from shoal.rl.algorithms.segments import to_observations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.gateway.listener import Listener, Received
     from shoal.rl.gateway.state import GatewaySetting
-    from shoal.rl.learner_group import SINGLE, SampleShard
+    from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShard
     from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
     from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 

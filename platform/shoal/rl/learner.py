@@ -203,8 +203,9 @@ class Learner:
 
     def _take_and_learn(self) -> bool:
         least, most = self.spec.batch_limits
-        is_behind = self.spec.algorithm.is_off_policy or self._metrics.get("learner/policy_lag", 0.0) > LARGE_LAG
-        batch = self._lease.take(self.version if self.spec.algorithm.pauses_actors else 0, most if is_behind else least)
+        config, lag = self.spec.algorithm, self._metrics.get("learner/policy_lag", 0.0)
+        takes_most = config.is_off_policy or config.takes_all or lag > LARGE_LAG
+        batch = self._lease.take(self.version if config.pauses_actors else 0, most if takes_most else least)
         if batch is None:
             if self._learn_shown():
                 self.updates += 1
@@ -214,6 +215,7 @@ class Learner:
             return False
         started = time.perf_counter()
         versions = self.version - self._versions.measure_lag(batch.versions)  # as if no number had been skipped
+        self.algorithm.version = self.version
         prepared = self.algorithm.prepare(replace(batch, versions=versions))
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())

@@ -39,6 +39,7 @@ class Algorithm(ABC):
 
     model: its weights are published, saved and registered
     device: of the model and of each batch; what leaves the algorithm is on the CPU
+    version: the newest published one, in whose count those of the batches are
     group: the learners that share each batch
     normalizer: the statistics of observations and rewards
     demonstrations: what others have shown; None for none, and where another learner of the group has them
@@ -46,6 +47,7 @@ class Algorithm(ABC):
 
     model: nn.Module
     device = torch.device("cpu")
+    version = 0
     group: LearnerGroup = SINGLE
     normalizer: Normalizer
     demonstrations: ShownExperience | None = None
