@@ -24,7 +24,10 @@ LIBRARY = Library(
         "models pull": ("shoal.libs.hf.commands:pull", "Register a folder of Hugging Face."),
     },
     names={"hf": "shoal.libs.hf"},
-    extensions={"shoal.weight_folders": {"adapter_config.json": "shoal.libs.hf.adapters:open_adapters"}},
+    extensions={
+        "shoal.weight_folders": {"adapter_config.json": "shoal.libs.hf.adapters:open_adapters"},
+        "shoal.token_policies": {"transformers": "shoal.libs.hf.tasks:TokenPolicy"},
+    },
 )
 
 __all__ = ["causal_lm", "image_classification", "sequence_classification", "token_classification"]

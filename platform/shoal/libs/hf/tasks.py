@@ -25,7 +25,15 @@ from shoal.extend.parallel import Loss, Mean
 from shoal.extend.registry import Signature, TensorSignature
 from shoal.extend.train import Registration, load_initial_weights, read_state_dict
 from shoal.libs.hf import texts
-from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
+from shoal.libs.hf.network import (
+    PACKABLE,
+    LoraSpec,
+    MergedWeights,
+    add_adapters,
+    build_network,
+    find_weights,
+    is_fake,
+)
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
@@ -334,6 +342,20 @@ class CausalLM(_TextTask):
     @property
     def _output_shape(self) -> list[int]:
         return [-1, -1, make_config(self.config).get_text_config().vocab_size]
+
+
+class TokenPolicy(CausalLM):
+    """A language model that is trained by tokens of its own: logits [n, V] of the n places where `logits_to_keep`, bool
+    [B, T], is true; of a network that cannot leave the others out, [B, T, V]."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several samples, with `position_ids` [B, T]; otherwise one, with an `attention_mask`."""
+        return self.config.get("model_type") in PACKABLE
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("input_ids", "position_ids" if self.is_packed else "attention_mask", "logits_to_keep")
 
 
 class SequenceClassification(_TextTask):

@@ -1,0 +1,318 @@
+"""GRPO, RLOO and REINFORCE++: a language model that learns from the tokens that it has sampled (see `losses`).
+
+Each batch is one step of AdamW, with the gradient of all its trained tokens, computed by parts. Knows no gateway,
+clock, run or Ray. Legend: S segments of N steps in all; B rows of T tokens; n trained tokens of a part of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import SpecMismatch
+from shoal.extend.rl import (
+    SINGLE,
+    Algorithm,
+    AlgorithmConfig,
+    ExperienceBatch,
+    LearnerGroup,
+    Metrics,
+    NonFiniteLoss,
+    Normalizer,
+    RLSpec,
+    find_device,
+    find_non_finite,
+    restore_optimizer,
+    set_learning_rate,
+)
+from shoal.extend.train import load_initial_weights
+from shoal.libs.agents.config import ADVANTAGE, TRAINS, PolicyGradientTextConfig
+from shoal.libs.agents.losses import compute_token_losses
+from shoal.plugins.find import find_in_library
+from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec
+
+SUMS = (
+    "learner/loss",
+    "agents/entropy",
+    "agents/clip_share",
+    "agents/token_lag_mean",
+    "agents/kl",
+    "same_version",
+    "logprob_diff",
+)
+_NEWEST = "newest"  # extra of a prepared batch, int64 [S, 2]: the newest version, and whether it is the present weights
+
+
+class MicroBatch(NamedTuple):
+    """A part of a batch, as the network takes it.
+
+    tokens: int64 [B, T]; of each segment all but the last, after which nothing is sampled
+    layout: int64 [B, T]: positions in their segments, of rows that hold several; otherwise 1, and 0 on padding
+    trains: bool [B, T]
+    steps:  int64 [n], which of the batch's steps are trained, in the order of `trains`
+    """
+
+    tokens: Tensor
+    layout: Tensor
+    trains: Tensor
+    steps: np.ndarray
+
+
+class TokenMoments(NamedTuple):
+    """Of a learner's trained tokens.
+
+    sums:    [7], divided by the trained tokens of all learners, as SUMS names them; the last two are of tokens by the
+             present weights alone
+    largest: [3], |log π - log μ| of these, π / μ, lag
+    """
+
+    sums: Tensor
+    largest: Tensor
+
+
+class AdapterNormalizer(Normalizer):
+    """Publishes adapters as weights without them, under the names of the network without them."""
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, task: Any) -> None:
+        super().__init__(spec, experience)
+        self._task = task
+
+    def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        merged = self._task.merge_weights({name: torch.from_numpy(each) for name, each in arrays.items()})
+        return {name: each.numpy() for name, each in merged.items()}
+
+
+class TextPolicyGradient(Algorithm):
+    """One step of AdamW for each batch. The network is in evaluation mode: dropout would be another policy's."""
+
+    _config: PolicyGradientTextConfig
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+        assert isinstance(spec.algorithm, PolicyGradientTextConfig)
+        self._config = config = spec.algorithm
+        self.device = find_device(spec)
+        task = _make_task(config, config.lora)
+        self._is_packed: bool = task.is_packed
+        self.model = task.model().eval()
+        if config.lora is None:
+            load_initial_weights(self.model, task.initial_weights())
+        self.model.to(self.device)
+        self.normalizer = (
+            Normalizer(spec, experience) if config.lora is None else AdapterNormalizer(spec, experience, task)
+        )
+        self._parameters = [each for each in self.model.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        self._reference, self._reference_sha256 = None, ""
+        if config.kl_cost:
+            self._reference = self._load_reference()
+        self._learnt_version = -1  # the newest one at the last step: the weights have changed since
+
+    def _load_reference(self) -> nn.Module:
+        task = _make_task(self._config, lora=None)
+        network: nn.Module = task.model().eval().requires_grad_(False)
+        load_initial_weights(network, self._config.reference or task.initial_weights())
+        arrays = {name: each.numpy() for name, each in network.state_dict().items()}
+        self._reference_sha256 = WeightSnapshot.of(0, arrays).sha256
+        return network.to(self.device)
+
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        newest = np.full((len(batch.lengths), 2), (self.version, self.version != self._learnt_version), np.int64)
+        return replace(self.normalizer.prepare(batch), extras={**batch.extras, _NEWEST: newest})
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        metrics = self._compute_gradients(batch, self.group)
+        if not metrics["agents/trained_tokens"]:
+            return
+        if bad := find_non_finite(metrics):
+            raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
+        self._optimizer.step()
+        self._learnt_version = self.version
+        yield metrics
+
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        return not find_non_finite(self._compute_gradients(segment, SINGLE))
+
+    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
+        """0 where nothing is trained."""
+        log_ratios = np.zeros(batch.num_steps, np.float32)
+        with torch.no_grad():
+            for part in self._divide(batch):
+                log_pi, _ = self._evaluate(self.model, part, self._choose(part, batch.actions))
+                log_ratios[part.steps] = (log_pi - self._choose(part, batch.log_probabilities)).cpu().numpy()
+        return log_ratios
+
+    def configure(self, config: AlgorithmConfig) -> None:
+        assert isinstance(config, type(self._config))
+        self._config = config
+        set_learning_rate(self._optimizer, config.learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a model with adapters, these alone."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+            "reference": self._reference_sha256,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises SpecMismatch for a state of a run with another reference."""
+        if self._reference is not None and state["reference"] not in ("", self._reference_sha256):
+            problem = "has other weights than the reference that the run has begun with"
+            remedy = "give the version that it was, by its number"
+            raise SpecMismatch("algorithm.reference", self._config.reference, problem, remedy)
+        self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state["normalizer"])
+        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
+
+    def _compute_gradients(self, batch: ExperienceBatch, group: LearnerGroup) -> dict[str, float]:
+        """Store the clipped gradient of a batch, or of a learner's share of one, in the model; returns metrics."""
+        mine, lengths = group.locate_segments(batch)
+        facts = np.zeros((3, len(lengths)))
+        facts[:, mine] = _describe_segments(batch)
+        num_trained, advantages, rewards = _sum(group, torch.from_numpy(facts)).numpy()
+        is_known = num_trained > 0  # of a learner that has died nothing is
+        num_tokens = int(num_trained.sum())
+        if not num_tokens:
+            return {"agents/trained_tokens": 0.0}
+        zero_share = float((advantages[is_known] == 0).mean())
+        if self._config.baseline == "global":
+            known = advantages[is_known]
+            advantages = (advantages - known.mean()) / (known.std() + 1e-8)
+
+        moments = self._accumulate(batch, advantages[mine].astype(np.float32), num_tokens)
+        named = dict(zip(SUMS, moments.sums, strict=True))
+        sums = group.sum_gradients(self._parameters, named, int(num_trained[mine].sum()), num_tokens)
+        largest = torch.zeros(len(lengths), 3)
+        largest[mine[0]] = moments.largest
+        logprob_diff, ratio, lag = _sum(group, largest).amax(0).tolist()
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+
+        num_same, sum_diff = sums.pop("same_version"), sums.pop("logprob_diff")
+        if num_same:
+            sums |= {"agents/logprob_diff_mean": sum_diff / num_same, "agents/logprob_diff_max": logprob_diff}
+        if self._reference is None:
+            del sums["agents/kl"]
+        return {
+            **sums,
+            "learner/grad_norm": grad_norm.item(),
+            "agents/ratio_max": ratio,
+            "agents/token_lag_max": lag,
+            "agents/trained_tokens": float(num_tokens),
+            "agents/reward": float(rewards[is_known].mean()),
+            "agents/zero_advantage_share": zero_share,
+        }
+
+    def _accumulate(self, batch: ExperienceBatch, advantages: np.ndarray, num_tokens: int) -> TokenMoments:
+        """Replace the model's gradients by those of this learner's segments, with their advantages [S]: sums,
+        divided by the `num_tokens` of all learners."""
+        for parameter in self._parameters:  # of a learner without a trained token, too
+            parameter.grad = torch.zeros_like(parameter)
+        newest = np.repeat(batch.extras[_NEWEST], batch.lengths, 0)
+        lags, advantages_N = newest[:, 0] - batch.versions, np.repeat(advantages, batch.lengths)
+        is_same = (lags == 0) & (newest[:, 1] > 0)
+        sums, largest = torch.zeros(len(SUMS), device=self.device), torch.zeros(3, device=self.device)
+
+        for part in self._divide(batch):
+            actions = self._choose(part, batch.actions)
+            log_pi, entropies = self._evaluate(self.model, part, actions)
+            log_reference = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    log_reference, _ = self._evaluate(self._reference, part, actions)
+            log_mu = self._choose(part, batch.log_probabilities)
+            chosen = self._choose(part, advantages_N)
+            tokens = compute_token_losses(log_pi, log_mu, chosen, self._config, log_reference)
+            tokens.losses.sum().div(num_tokens).backward()
+
+            lag, same = self._choose(part, lags).float(), self._choose(part, is_same).float()
+            diff = (log_pi.detach() - log_mu).abs() * same
+            losses = tokens.losses.detach()
+            per_token = torch.stack([losses, entropies, tokens.is_clipped.float(), lag, tokens.kl, same, diff])
+            sums += per_token.sum(1) / num_tokens
+            largest = largest.maximum(torch.stack([diff, tokens.ratios, lag]).amax(1))
+        return TokenMoments(sums, largest.cpu())
+
+    def _divide(self, batch: ExperienceBatch) -> Iterator[MicroBatch]:
+        """The segments that have trained tokens, in parts."""
+        num_trained, *_ = _describe_segments(batch)
+        for chosen in divide_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens, self._is_packed):
+            yield make_micro_batch(batch, chosen, self._is_packed, self.device)
+
+    def _choose(self, part: MicroBatch, per_step: np.ndarray) -> Tensor:
+        """The values [n] of the trained tokens, of those of all steps [N]."""
+        return self.to_device(per_step[part.steps])
+
+    def _evaluate(self, network: nn.Module, part: MicroBatch, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """log π of actions [n], differentiable, and the entropies [n] of their distributions."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._config.precision == "bf16"):
+            logits = network(part.tokens, part.layout, part.trains)
+        logits = (logits if logits.ndim == 2 else logits[part.trains]).float()
+        if self._config.temperature != 1:
+            logits = logits / self._config.temperature
+        normalizers = logits.logsumexp(-1)
+        log_pi = logits.gather(-1, actions.long()[:, None]).squeeze(-1) - normalizers
+        with torch.no_grad():
+            entropies = normalizers - ((logits - normalizers[:, None]).exp() * logits).sum(-1)
+        return log_pi, entropies
+
+
+def divide_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int, is_packed: bool) -> list[list[int]]:
+    """Divide the chosen segments (bool [S]) into parts of at most `limit` tokens, padding included, or of one segment;
+    those of similar lengths stand together."""
+    parts: list[list[int]] = []
+    num_tokens = 0
+    for index in np.argsort(lengths, kind="stable"):
+        if not is_chosen[index]:
+            continue
+        length = int(lengths[index])
+        num_tokens = num_tokens + length if is_packed or not parts else length * (len(parts[-1]) + 1)
+        if not parts or num_tokens > limit:
+            parts.append([])
+            num_tokens = length
+        parts[-1].append(int(index))
+    return parts
+
+
+def make_micro_batch(batch: ExperienceBatch, chosen: list[int], is_packed: bool, device: torch.device) -> MicroBatch:
+    """Lay the chosen segments of a batch end to end in one row, or pad each to a row of its own."""
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    rows = [slice(starts[index] + index, starts[index] + index + batch.lengths[index]) for index in chosen]
+    tokens = [batch.observations[each].astype(np.int64) for each in rows]
+    trains = [batch.extras[TRAINS][each] for each in rows]
+    steps = [starts[index] + np.flatnonzero(each) for index, each in zip(chosen, trains, strict=True)]
+    layout = [np.arange(len(each)) if is_packed else np.ones_like(each) for each in tokens]
+    if is_packed:
+        arrays = [np.concatenate(each)[None] for each in (tokens, layout, trains)]
+    else:
+        longest = max(map(len, tokens))
+        arrays = [np.stack([np.pad(row, (0, longest - len(row))) for row in each]) for each in (tokens, layout, trains)]
+    on_device = [torch.from_numpy(each).to(device) for each in arrays]
+    return MicroBatch(on_device[0], on_device[1], on_device[2], np.concatenate(steps))
+
+
+def _describe_segments(batch: ExperienceBatch) -> np.ndarray:
+    """The trained tokens, the advantage and the reward of each segment [3, S]."""
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    num_trained = np.add.reduceat(batch.extras[TRAINS].astype(np.int64), starts + np.arange(len(starts)))
+    return np.stack([num_trained, batch.extras[ADVANTAGE], np.add.reduceat(batch.rewards, starts)])
+
+
+def _sum(group: LearnerGroup, values: Tensor) -> Tensor:
+    """The sum over the learners, which is of flat ones."""
+    return group.sum(values.flatten()).view(values.shape)
+
+
+def _make_task(config: PolicyGradientTextConfig, lora: Mapping[str, Any] | None) -> Any:
+    """The Task of the model, of the library for models of Hugging Face."""
+    make = find_in_library("transformers", "shoal.token_policies", "hf", "algorithm", config.name)
+    return make(model=config.pretrained, lora=lora)
