@@ -1,4 +1,4 @@
-"""Agents elsewhere: their sessions over HTTP, the tokens of their turns, and the learner of what they have sampled."""
+"""Agents that run elsewhere: their text as one more kind of experience, and the algorithms that learn from it."""
 
 from shoal.plugins.library import Library
 
@@ -11,6 +11,4 @@ LIBRARY = Library(
             "reinforce_pp": "shoal.libs.agents.config:ReinforcePPConfig",
         }
     },
-    needs=("hf", "language"),
-    heading="play",
 )
