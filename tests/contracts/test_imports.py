@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from python_program import run_python
+from shoal.plugins.library import find_libraries
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"

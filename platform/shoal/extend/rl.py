@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shoal.actor.client import ActorClient
     from shoal.actor.environment import PICTURES, open_environment, translate_environment_errors
     from shoal.actor.policy import make_policy
-    from shoal.rl.algorithm_config import AlgorithmConfig
+    from shoal.rl.algorithm_config import AlgorithmConfig, AnyAlgorithmConfig
     from shoal.rl.algorithms.actor_critic import find_non_finite
     from shoal.rl.algorithms.algorithm import (
         Algorithm,
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from shoal.rl.experience.demonstrations import DemonstrationSite
     from shoal.rl.experience.quarantine import read_run_quarantine, release_in_run
     from shoal.rl.experience.queue import ExperienceBatch
-    from shoal.rl.experience.segment_ledger import ActorKey
-    from shoal.rl.gateway.actor_stats import ActorProgress
     from shoal.rl.gateway.episode_front import StoreSegment
     from shoal.rl.gateway.listener import Listener, Received
-    from shoal.rl.gateway.state import GatewaySetting
+    from shoal.rl.gateway.state import GatewaySetting, GatewayState
     from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShard
-    from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
+    from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec, LearnerSpec, RecordSpec
+    from shoal.rl.ray_workers import ActorLearnerWorkers
     from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 
 __getattr__ = load_on_demand(__name__)

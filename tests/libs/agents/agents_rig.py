@@ -118,5 +118,6 @@ def read_counts(folder: Path) -> dict[str, int]:
 if __name__ == "__main__":
     with open_run(make_spec(Path(sys.argv[1])), Path(sys.argv[2])) as running:
         running.learner.save()  # a learner without a checkpoint begins with other numbers of versions
-        print(find_url(running), flush=True)
+        sys.stdout.write(f"{find_url(running)}\n")
+        sys.stdout.flush()
         threading.Event().wait()

@@ -103,7 +103,7 @@ def test_a_repetition_is_one_answer_and_an_equal_request_another(url: str) -> No
 def test_a_stream_is_recorded_before_its_end(url: str) -> None:
     session = open_session(url, purpose="eval")
     body = {"model": "x", "messages": [{"role": "user", "content": "ab"}], "stream": True}
-    with pytest.raises(ValueError, match="Extra data|Expecting value"):  # events, no JSON
+    with pytest.raises(ValueError, match=r"Extra data|Expecting value"):  # events, no JSON
         post(session["base_url"] + "/chat/completions", body, session["key"])
     ended = end(url, session, reward=0.0).body
     assert (ended["turns"], ended["tokens"]["sampled"] > 0) == (1, True)

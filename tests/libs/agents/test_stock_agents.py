@@ -1,4 +1,4 @@
-"""Stock clients, unchanged, as agents of a training session: each token that they were given is trained or accounted."""
+"""Stock clients, unchanged, as agents of a training session: each token that they were given is trained."""
 
 import os
 import subprocess
@@ -22,7 +22,8 @@ def test_stock_clients_are_agents_without_code_of_ours(tmp_path: Path) -> None:
         url = find_url(loop)
         session = open_session(url)
         command = [CLIENTS / "bin" / "python", HERE / "stock_agents.py"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **session["env"]})
+        variables = {**os.environ, **session["env"]}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
         assert done.returncode == 0, done.stderr
         ended = end(url, session, reward=1.0).body
         assert (ended["state"], ended["turns"]) == ("ended", 7)
