@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shoal.libs.agents.session_store import FILE_NAME, read_sessions
+from shoal.libs.agents.sessions.store import SessionRecords
 from shoal.libs.agents.setting import make_setting
 from shoal.libs.agents.spec import AgentsSpec
 from shoal.rl.local_loop import LocalLoop
@@ -112,7 +112,7 @@ def end(url: str, session: Json, **ending: Any) -> Reply:
 
 def read_counts(folder: Path) -> dict[str, int]:
     """The tokens of the run's accounts."""
-    return dict(read_sessions(folder / FILE_NAME, "SELECT what, sum(tokens) FROM counts GROUP BY what"))
+    return {what: sum(each.values()) for what, each in SessionRecords(folder).count_tokens().items()}
 
 
 if __name__ == "__main__":

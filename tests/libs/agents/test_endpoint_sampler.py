@@ -9,7 +9,7 @@ from tests.libs.language.tiny_served import EngineModel, Models, serve_tiny
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller
-from shoal.libs.agents.endpoint_sampler import EndpointSampler
+from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.language.engine import Sampling, TextRequest, TokenEvent
 from shoal.libs.language.text_model import TextCall
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.libs.agents.chat_template import check_template
-from shoal.libs.agents.token_tree import TokenTree, Turn, read_key
+from shoal.libs.agents.sessions.chat_template import check_template
+from shoal.libs.agents.sessions.token_tree import TokenTree, Turn, read_key
 from shoal.libs.language.api.prompt import read_messages
 
 Json = dict[str, Any]

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.libs.agents.chat_template import CONTINUED, PROMPT, Json, encode, render, render_behind
+from shoal.libs.agents.sessions.chat_template import CONTINUED, PROMPT, Json, encode, render, render_behind
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")  # as they are on disk
 

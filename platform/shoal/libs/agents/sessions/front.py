@@ -20,12 +20,12 @@ import uvicorn
 
 from shoal.errors import InferenceError
 from shoal.extend.rl import GatewayState, StoreSegment
-from shoal.libs.agents.app import SessionApp
-from shoal.libs.agents.endpoint_sampler import EndpointSampler
-from shoal.libs.agents.local_sampler import LocalSampler
 from shoal.libs.agents.model import open_pretrained
-from shoal.libs.agents.service import SessionRules, SessionService, Step, StepOutcome
-from shoal.libs.agents.session_store import SessionStore
+from shoal.libs.agents.sessions.app import SessionApp
+from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
+from shoal.libs.agents.sessions.local_sampler import LocalSampler
+from shoal.libs.agents.sessions.service import SessionRules, SessionService, Step, StepOutcome
+from shoal.libs.agents.sessions.store import SessionStore
 from shoal.wire import DropReason
 
 ACTOR_ID = "agents"  # of all incarnations of the gateway; each step has an account of its own, by its number
@@ -124,7 +124,7 @@ class AgentsFront:
                     continue
                 del self._queued[number]
                 outcome = StepOutcome(account.consumed, dict(account.dropped))
-                asyncio.run_coroutine_threadsafe(self._service.settle_step(number, outcome), self._loop)
+                asyncio.run_coroutine_threadsafe(self._service.record_outcome(number, outcome), self._loop)
 
     def _queue_step(self, step: Step) -> None:
         """Queue the segments of a step, unless an earlier gateway has."""
