@@ -247,9 +247,12 @@ class Attachment:
 
     def release(self) -> None:
         """Disconnect if this was the last user, and end a cluster that was started for it."""
+        from shoal.runs.waits import WaitReporter
+
         self._num_users -= 1
         if self._num_users == 0:
-            self._closing.close()
+            with WaitReporter("ending Ray"):
+                self._closing.close()
 
 
 attachment = Attachment()

@@ -15,8 +15,8 @@ from tiny_models import save_model, write_lines
 import shoal
 from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.libs.hf import KINDS
 from shoal.libs.hf.finetune import make_spec, translate
+from shoal.libs.hf.kinds import KINDS
 from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import push
 from shoal.registry import Registry

@@ -17,14 +17,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if TYPE_CHECKING:
     from shoal.libs.hf.tasks import CausalLM, ImageClassification, SequenceClassification, TokenClassification
 
-TASKS = "shoal.libs.hf.tasks"
-KINDS = {  # of models: the Task that trains each
-    "causal_lm": f"{TASKS}:CausalLM",
-    "sequence_classification": f"{TASKS}:SequenceClassification",
-    "token_classification": f"{TASKS}:TokenClassification",
-    "image_classification": f"{TASKS}:ImageClassification",
-}
-
 LIBRARY = Library(
     "hf",
     verbs={

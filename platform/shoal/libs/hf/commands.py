@@ -13,7 +13,7 @@ import click
 
 from shoal.extend.cli import VersionName, verb
 from shoal.extend.registry import Registry
-from shoal.libs.hf import KINDS
+from shoal.libs.hf.kinds import KINDS
 
 
 @verb(work="writing the folder")

@@ -13,8 +13,8 @@ from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
 from shoal.extend.registry import Registry
 from shoal.extend.train import TrainSpec, make_task, spec_from_overrides
-from shoal.libs.hf import KINDS
 from shoal.libs.hf.adapters import is_adapter_folder, read_adapter_config
+from shoal.libs.hf.kinds import KINDS
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 

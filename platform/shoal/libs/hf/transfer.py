@@ -29,8 +29,8 @@ from shoal.extend.train import (
     make_task,
     read_state_dict,
 )
-from shoal.libs.hf import KINDS, TASKS
 from shoal.libs.hf.adapters import TASK_TYPES, is_adapter_folder, read_adapter_config, write_adapters
+from shoal.libs.hf.kinds import KINDS, TASKS
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
     COMPANIONS,
