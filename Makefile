@@ -14,9 +14,9 @@ PROTOCOL := platform/shoal/libs/grpc
 PYTHON ?= $(shell for python in $(BIN)/python python3.13 python3.12 python3.11; do \
     if $$python -c 'import ensurepip' 2>/dev/null; then echo $$python; break; fi; done)
 
-# $(call environment,FOLDER): a virtual environment, where there is none.
+# $(call environment,FOLDER): a virtual environment with pip, where there is none.
 define environment
-@test -x $(1)/bin/python || { python='$(PYTHON)'; \
+@test -x $(1)/bin/pip || { python='$(PYTHON)'; \
     $$python -c 'import ensurepip' 2>/dev/null || { printf '%s\n' $(NO_PYTHON); exit 1; }; \
     echo "making $(1) with $$($$python --version) ..."; $$python -m venv $(1); }
 endef

@@ -227,6 +227,7 @@ class Attachment:
         from shoal.cluster.attach import find_cluster
         from shoal.cluster.embedded_cluster import start_cluster
         from shoal.cluster.job_main import is_connected, join_cluster
+        from shoal.runs.waits import WaitReporter
 
         if self._num_users == 0:
             if is_connected():
@@ -238,16 +239,20 @@ class Attachment:
                 if cluster is not None and not cluster.is_local:
                     problem = "is a cluster of other hosts, which a process joins as a job"
                     raise ConfigError("RAY_ADDRESS", cluster.address, problem, "use `shoal run`, or unset it")
-                cluster = cluster or closing.enter_context(start_cluster())
-                closing.enter_context(join_cluster(cluster))
+                with WaitReporter("starting Ray"):
+                    cluster = cluster or closing.enter_context(start_cluster())
+                    closing.enter_context(join_cluster(cluster))
                 self._closing = closing.pop_all()
         self._num_users += 1
 
     def release(self) -> None:
         """Disconnect if this was the last user, and end a cluster that was started for it."""
+        from shoal.runs.waits import WaitReporter
+
         self._num_users -= 1
         if self._num_users == 0:
-            self._closing.close()
+            with WaitReporter("ending Ray"):
+                self._closing.close()
 
 
 attachment = Attachment()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from python_program import run_python
+from shoal.plugins.library import find_libraries
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"
@@ -115,7 +116,12 @@ def test_one_module_counts_what_is_shown() -> None:
 
 def test_only_runs_asks_the_record() -> None:
     """Its SQL is in `runs`: elsewhere is that of other databases, the ledger's and of what people write about runs."""
-    others = {PACKAGE / "libs" / "console" / "notes.py", *PACKAGE.glob("rl/experience/*.py")}
+    libraries = PACKAGE / "libs"
+    others = {
+        libraries / "console" / "notes.py",
+        libraries / "agents" / "sessions" / "store.py",
+        *PACKAGE.glob("rl/experience/*.py"),
+    }
     asking = [
         f"{path.relative_to(PACKAGE)} asks {node.value!r}"
         for path in FILES

@@ -54,6 +54,8 @@ def test_the_newest_python_that_runs_makes_the_environment_and_stays(clone: Path
         add_python(clone / "bin" / name, status)
     assert "python3.12 -m venv .venv\n" in make(clone, "setup", path=str(clone / "bin"))
     add_python(clone / ".venv/bin/python", 0)
+    assert "python -m venv .venv\n" in make(clone, "setup", path=str(clone / "bin"))  # it was interrupted, or lacks pip
+    add_python(clone / ".venv/bin/pip", 0)
     assert "python -m pip install" in make(clone, "setup", path=str(clone / "bin"))
     assert "python='.venv/bin/python'" in make(clone, "-n", "test", path=str(clone / "bin"))
 

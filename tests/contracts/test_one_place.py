@@ -57,7 +57,7 @@ PLACES = {
     "the record of a run and its report: of all, but of trials and of those that end in ways of their own": (
         r"runs\.recording\(",
         {
-            *("flows/run_flow.py", "flows/actor_learner.py", "flows/training.py", "train/launch/local.py"),
+            *("flows/run_flow.py", "flows/training.py", "train/launch/local.py"),
             *("libs/sweep/trial.py", "libs/sweep/loop_trial.py"),
         },
     ),

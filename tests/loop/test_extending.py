@@ -98,7 +98,7 @@ def test_a_kind_of_run_of_a_file_has_a_record_and_a_report(
 @pytest.mark.parametrize(
     ("word", "problem"),
     [
-        ("reinforced", "is none of impala, ppo, dqn, sac, r2d2"),
+        ("reinforced", "is none of impala, ppo, grpo, rloo, reinforce_pp, dqn, sac, r2d2"),
         ("nothing.py:Config", "there is no file nothing.py"),
         ("reinforce.py:Nothing", "cannot be loaded .*Nothing"),
         ("reinforce.py:Reinforce", "is no subclass of shoal.extend.AlgorithmConfig"),

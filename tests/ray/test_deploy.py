@@ -277,7 +277,8 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
         raise RunError("the record is locked")
 
     @contextmanager
-    def create(*arguments: object, **options: object) -> Iterator[SimpleNamespace]:
+    def create(job: str, spec: str, *arguments: object, **options: object) -> Iterator[SimpleNamespace]:
+        assert "  name: m\n" in spec  # lists call the run by its endpoint
         yield SimpleNamespace(record_endpoint=record)
 
     endpoint = SimpleNamespace(

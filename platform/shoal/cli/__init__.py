@@ -76,12 +76,14 @@ class _LazyCommandGroup(SuggestingGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = find_commands()
         for shown in HEADINGS:
-            here = [verb for verb, (_, heading, _) in commands.items() if heading == shown]
-            others = [
-                verb for verb, (_, heading, _) in commands.items() if heading not in HEADINGS and shown == "operate"
-            ]
             with formatter.section(shown.capitalize()):
-                formatter.write_dl([(verb, commands[verb][2]) for verb in here + others])
+                formatter.write_dl(
+                    [
+                        (verb, text)
+                        for verb, (_, heading, text) in commands.items()
+                        if shown == (heading if heading in HEADINGS else "operate")
+                    ]
+                )
 
 
 def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:

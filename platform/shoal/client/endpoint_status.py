@@ -112,7 +112,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests answered with 429 or 504 since the start, over all replicas
     requests, errors, rows: answered or failed by any version since the endpoint's deployment, over all replicas, also
-                those that have ended; the requests that failed with a 5xx; the rows of the answers
+                those that have ended while this controller ran; the requests that failed with a 5xx; the rows of the
+                answers
     latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
     residency:  of a model that is loaded when it is requested; None for one that every replica has
     evidence:   of its open candidate; None without one

@@ -32,8 +32,16 @@ from shoal.plugins.find import find_optional
 
 # Variables of an outer Ray that would change this one.
 _FOREIGN = (
-    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS", "RAY_TMPDIR", "RAY_JOB_ID"),
-    *("RAY_GCS_SERVER_PORT", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"),
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_TOKEN",
+    "RAY_REDIS_ADDRESS",
+    "RAY_TMPDIR",
+    "RAY_JOB_ID",
+    "RAY_GCS_SERVER_PORT",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_RAYLET_PID",
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING",
 )
 
 # The servers of Ray that listen on a given port, by Ray's names in `RayParams`.

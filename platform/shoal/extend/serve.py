@@ -81,8 +81,8 @@ if TYPE_CHECKING:
     from shoal.serve.scaling import EndpointLoad, ModelLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount, TraceDestination
-    from shoal.serve.spec.model_options import ModelOptions
-    from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
+    from shoal.serve.spec.model_options import ModelOptions, TextOptions
+    from shoal.serve.spec.model_source import EndpointModel, LiveModel, ModelPackage, RegisteredModel
     from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 
 __getattr__ = load_on_demand(__name__)

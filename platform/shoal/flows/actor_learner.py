@@ -26,10 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import SecretStr
 
-import shoal.runs
 from shoal.actor.environment import describe_joining
 from shoal.cluster.admission import RunAdmission
-from shoal.cluster.job_main import expected_run_id
 from shoal.errors import (
     ClusterError,
     ConnectionLost,
@@ -63,6 +61,7 @@ from shoal.flows.loop_policy import (
 )
 from shoal.flows.rl_metrics import HistorySampler, combine_policies, select_lags, select_rejections, select_win_rates
 from shoal.flows.rl_policy import check, keep_spaces, list_actions
+from shoal.flows.run_flow import recorded_run
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
@@ -89,11 +88,7 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     spec = keep_spaces(spec)
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
-    kind, run_id = shoal.runs.RunKind.LOOP, expected_run_id()
-    record = shoal.runs.recording(
-        spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
-    )
-    with ExitStack() as closing, record as recorder:
+    with ExitStack() as closing, recorded_run(spec, job, "loop", "gateway_ready") as recorder:
         staying = closing.enter_context(ExitStack())
         spec = take_spaces(spec, recorder, load_access_token(), staying)
         run = LoopRun(spec, recorder, checked or check(spec))
@@ -113,7 +108,6 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             raise
         if run.missed:
             recorder.finish(Status.NOT_REACHED, run.missed)
-    shoal.runs.write_report_at_end(recorder.id)
     if run.missed:
         raise NotReached(run.missed)
     return recorder.id

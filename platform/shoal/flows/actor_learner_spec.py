@@ -33,8 +33,17 @@ class ActorLearnerSpec(RLSpec):
 
     recorded_always = ("target_return",)
     main_fields = (
-        *("env", "model", "target_return", "max_wall_s", "algorithm.name", "algorithm.learning_rate"),
-        *("learner.batch_steps", "gateway.port", "gateway.websocket", "demonstrations.source", "resume"),
+        "env",
+        "model",
+        "target_return",
+        "max_wall_s",
+        "algorithm.name",
+        "algorithm.learning_rate",
+        "learner.batch_steps",
+        "gateway.port",
+        "gateway.websocket",
+        "demonstrations.source",
+        "resume",
     )
     page = "algorithms.md"
 

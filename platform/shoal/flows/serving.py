@@ -81,7 +81,8 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     bundles = [{"CPU": endpoint_spec.num_cpus}] * num_replicas * endpoint_spec.num_workers
     fields = f"endpoint.num_cpus{', endpoint.num_workers' * (endpoint_spec.num_workers > 1)} or endpoint.num_replicas"
     require_cpus(len(bundles) * endpoint_spec.num_cpus, fields, bundles)
-    with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
+    record = spec.update({"endpoint": {"name": spec.name}}).to_record()
+    with shoal.runs.create(job, record, expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
         endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
         stays = False
         try:

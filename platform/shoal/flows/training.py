@@ -109,7 +109,8 @@ def _check(spec: TrainSpec) -> ValidatedRun:
     """Check in a worker, and load meanwhile what `RayBackend.attempt` needs."""
     validate_spec(spec)
     require_possible(resolve_device(spec))
-    return check_on_worker(spec, print_line, partial(_load_launcher, spec))
+    with WaitReporter("checking the run"):
+        return check_on_worker(spec, print_line, partial(_load_launcher, spec))
 
 
 def _load_launcher(spec: TrainSpec) -> None:
@@ -146,7 +147,11 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
                 print_line(line)
                 reporter.note_line()
 
-            log = ConsoleLog(RecordLog(recorder, admission.mark_running), say)
+            def begin() -> None:
+                admission.mark_running()
+                reporter.wait_for("training")
+
+            log = ConsoleLog(RecordLog(recorder, begin), say)
             require_capacity(spec, log.record_event, admission)
             checked.log_data(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
@@ -156,7 +161,8 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
             if result.registration:
                 print_line(result.registration)
     if not result.is_interrupted:
-        shoal.runs.write_report_at_end(recorder.id)
+        with WaitReporter("writing the report"):
+            shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result
 
 

@@ -19,8 +19,20 @@ from shoal.registry.model_code import ModelCode, collect_code
 
 # The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
-    *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
-    *("FP16", "BF16", "FP32", "FP64", "BYTES"),
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "BF16",
+    "FP32",
+    "FP64",
+    "BYTES",
 )
 ColumnKind = Annotated[str, Field(pattern="^(number(:[.,])?|word|date(:.+)?|truth)?$")]
 

@@ -143,8 +143,17 @@ class ActorCriticConfig(AlgorithmConfig):
 
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
-        *("discount", "lambda_", "learning_rate", "epochs", "minibatch_steps", "clip"),
-        *("value_cost", "entropy_cost", "entropy_half_steps", "rho_bar", "max_grad_norm"),
+        "discount",
+        "lambda_",
+        "learning_rate",
+        "epochs",
+        "minibatch_steps",
+        "clip",
+        "value_cost",
+        "entropy_cost",
+        "entropy_half_steps",
+        "rho_bar",
+        "max_grad_norm",
     )
     search_space: ClassVar[Mapping[str, str]] = {
         "learning_rate": "log(3e-4,4e-3)",

@@ -162,6 +162,9 @@ class GatewayWorker:
     def set_settings(self, values: GameSettings) -> None:
         self._gateway.set_settings(values)
 
+    def connect_front(self, url: str) -> None:
+        self._gateway.connect_front(url)
+
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents."""
         return [] if (pool := self._gateway.opponents) is None else pool.load_own()
@@ -330,6 +333,10 @@ class ActorLearnerWorkers:
     def set_settings(self, values: GameSettings) -> None:
         """Tell the games these settings; the gateway's next counts say whether it has done so."""
         self._gateway.set_settings.remote(values)
+
+    def connect_front(self, url: str) -> None:
+        """Name the endpoint that computes the policy for the gateway's front. Raises ClusterError."""
+        self._call_until_answered(self._gateway.connect_front, url)
 
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents. Raises ClusterError."""

@@ -391,10 +391,7 @@ class Run:
         """Everything except the histories, ready for JSON (non-finite values become None)."""
         best = self.best()
         return {
-            **{name: getattr(self, name) for name in ("id", "name", "job", "spec", "command", "git_revision")},
-            "git_dirty": self.git_dirty,
-            **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
-            **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "owner", "error")},
+            **{name: getattr(self, name) for name in (*_COLUMNS, "name", "git_dirty", "duration_s")},
             "status": self.status.value,
             "queue": self.read_queue_entry(),
             "folder": str(self.folder),

@@ -198,8 +198,17 @@ class TrainSpec(Spec):
     """
 
     main_fields = (
-        *("task", "args", "parallel.data", "workers", "batch_size", "device", "optimizer.name"),
-        *("optimizer.learning_rate", "stop.epochs", "name", "resume"),
+        "task",
+        "args",
+        "parallel.data",
+        "workers",
+        "batch_size",
+        "device",
+        "optimizer.name",
+        "optimizer.learning_rate",
+        "stop.epochs",
+        "name",
+        "resume",
     )
     page = "training.md"
 

@@ -1,6 +1,6 @@
 """A run of agents without Ray, on a model of a few thousand parameters, and a client that is no code of ours.
 
-    python agents_rig.py MODEL FOLDER    # as a process that a test can kill
+python agents_rig.py MODEL FOLDER    # as a process that a test can kill
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shoal.libs.agents.sessions.store import SessionRecords
 from shoal.libs.agents.setting import make_setting
-from shoal.libs.agents.session_store import FILE_NAME, read_sessions
 from shoal.libs.agents.spec import AgentsSpec
 from shoal.rl.local_loop import LocalLoop
 
@@ -112,10 +112,12 @@ def end(url: str, session: Json, **ending: Any) -> Reply:
 
 def read_counts(folder: Path) -> dict[str, int]:
     """The tokens of the run's accounts."""
-    return dict(read_sessions(folder / FILE_NAME, "SELECT what, sum(tokens) FROM counts GROUP BY what"))
+    return {what: sum(each.values()) for what, each in SessionRecords(folder).count_tokens().items()}
 
 
 if __name__ == "__main__":
     with open_run(make_spec(Path(sys.argv[1])), Path(sys.argv[2])) as running:
-        print(find_url(running), flush=True)
+        running.learner.save()  # a learner without a checkpoint begins with other numbers of versions
+        sys.stdout.write(f"{find_url(running)}\n")
+        sys.stdout.flush()
         threading.Event().wait()

@@ -1,11 +1,15 @@
 """Sessions over HTTP: what an agent may do, how episodes end, and what becomes of each token."""
 
 import itertools
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import agents_rig
 import pytest
 from agents_rig import (
     SESSIONS,
@@ -99,7 +103,7 @@ def test_a_repetition_is_one_answer_and_an_equal_request_another(url: str) -> No
 def test_a_stream_is_recorded_before_its_end(url: str) -> None:
     session = open_session(url, purpose="eval")
     body = {"model": "x", "messages": [{"role": "user", "content": "ab"}], "stream": True}
-    with pytest.raises(ValueError, match="Extra data|Expecting value"):  # events, no JSON
+    with pytest.raises(ValueError, match=r"Extra data|Expecting value"):  # events, no JSON
         post(session["base_url"] + "/chat/completions", body, session["key"])
     ended = end(url, session, reward=0.0).body
     assert (ended["turns"], ended["tokens"]["sampled"] > 0) == (1, True)
@@ -188,3 +192,82 @@ def test_an_opening_is_repeated_by_its_idempotency_key(url: str) -> None:
     replies: list[Reply] = [post(url + SESSIONS, fields, idempotency_key="once") for _ in range(2)]
     assert replies[0].body["id"] == replies[1].body["id"]
     chat(replies[1].body, "ab")
+
+
+class KillableRun:
+    """A run in a process of its own, at the same address after each start."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._command = [sys.executable, str(Path(agents_rig.__file__)), str(model), str(folder)]
+        self.url = ""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert self.url in ("", url)
+        self.url = url
+        return process
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def restart(self) -> None:
+        self._process = self._start()
+
+    def __enter__(self) -> "KillableRun":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+
+def test_a_killed_gateway_continues_its_sessions_and_loses_no_token(model: Path, tmp_path: Path) -> None:
+    with KillableRun(model, tmp_path) as run:
+        sessions = [open_session(run.url, group="g", group_size=2) for _ in range(2)]
+        first = [chat(each, "ab") for each in sessions]
+        ended = end(run.url, sessions[0], reward=1.0).body
+        run.kill()
+        run.restart()
+        again = chat(sessions[1], "ab", headers={"x_stainless_retry_count": "1"})
+        assert again == first[1]
+        assert end(run.url, sessions[0], reward=1.0).body == ended
+        second = chat(sessions[1], "ab", read_answer(first[1]), "cd")
+        before = [*first[1]["prompt_token_ids"], *first[1]["choices"][0]["token_ids"]]
+        assert second["prompt_token_ids"][: len(before)] == before
+        end(run.url, sessions[1], reward=0.0)
+        for number in range(2):  # the step's second group
+            session = open_session(run.url, group="h", group_size=2)
+            chat(session, "ef")
+            end(run.url, session, reward=number)
+        until(lambda: read_counts(tmp_path).get("learned"))
+        run.kill()
+        counts = read_counts(tmp_path)
+        assert counts["sampled"] == counts["learned"] + counts.get("no_signal", 0)
+
+
+def test_a_step_that_was_queued_in_a_killed_gateway_is_queued_again(model: Path, tmp_path: Path) -> None:
+    """The learner is paused, so that the step stays in the queue."""
+    spec = make_spec(model)
+    with open_run(spec, tmp_path) as loop:
+        loop.learner.pause()
+        url = find_url(loop)
+        for group, number in itertools.product("ab", range(2)):
+            session = open_session(url, group=group, group_size=2)
+            chat(session, "ab")
+            end(url, session, reward=number)
+        until(lambda: loop.gateway.stats()["queue_depth"] == 4)
+        loop.learner.save()
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("copy"))
+        loop.learner.resume()
+    with open_run(spec, copy) as loop:
+        until(lambda: loop.learner.stats()["updates"] == 1)
+        until(lambda: read_counts(copy).get("learned"))
+        counts = read_counts(copy)
+        assert counts["sampled"] == counts["learned"]
+        assert loop.gateway.stats()["segments"]["dropped"] == {"gateway_crash": 4}

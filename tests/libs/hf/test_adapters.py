@@ -16,8 +16,9 @@ import shoal
 from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
+from shoal.libs.hf.kinds import KINDS
 from shoal.libs.hf.tasks import CausalLM
-from shoal.libs.hf.transfer import KINDS, push
+from shoal.libs.hf.transfer import push
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
 from typed import said, typed

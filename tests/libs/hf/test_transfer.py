@@ -15,6 +15,7 @@ from tiny_models import SIZES, make_model, save_model, write_lines
 from tokenizers import pre_tokenizers
 
 import shoal
+from python_program import run_python
 from shoal.errors import ConfigError
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_model_name, open_draft
 from shoal.libs.hf.tasks import CausalLM
@@ -45,11 +46,13 @@ def compute(model: torch.nn.Module) -> np.ndarray:
 def test_drafts_of_processes_that_were_killed_are_gone_with_the_next_pull(shoal_home: Path) -> None:
     with subprocess.Popen(["true"]) as dead:
         pass
-    others = [shoal_home / "hf" / f".{socket.gethostname()}-{pid}-x" for pid in (dead.pid, os.getpid())]
+    host = socket.gethostname()
+    processes = (f"{host}-{dead.pid}", f"{host}-{os.getpid()}", f"{host}-{dead.pid}-{os.getpid()}")
+    others = [shoal_home / "hf" / f".{each}-x" for each in processes]  # the last one is of a host of another name
     for each in others:
         each.mkdir(parents=True)
     with open_draft() as draft:
-        assert [each.exists() for each in (*others, draft)] == [False, True, True]
+        assert [each.exists() for each in (*others, draft)] == [False, True, True, True]
     assert not draft.exists()
 
 
@@ -65,6 +68,10 @@ def test_a_folder_that_went_through_the_registry_gives_the_same_logits(kind: str
     assert tokenizer.decode(tokenizer("a cat")["input_ids"]) == "a cat"
     with pytest.raises(ConfigError, match="is not empty"):
         push(found, tmp_path / "out")
+
+
+def test_a_verb_says_what_it_waits_for_also_while_transformers_loads() -> None:
+    run_python("import sys, shoal.libs.hf.commands; assert 'transformers' not in sys.modules")
 
 
 @pytest.mark.parametrize(

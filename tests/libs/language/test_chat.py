@@ -212,7 +212,7 @@ def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> No
     shown = [f"shoal models show {each}" for each in refs]
     beside = "shoal serve deploy tiny@1 endpoint.model.text.adapters='[poet]'"
     own = [f"shoal {verb} {each}" for each in ("tiny@1", "poet@1") for verb in ("serve deploy", "chat")]
-    assert commands[1:] == [*shown, "shoal serve deploy wordless@1", *own, beside]
+    assert commands == [*shown, "shoal up", "shoal serve deploy wordless@1", *own, beside, "shoal console --open"]
 
 
 def test_a_text_in_a_pipe_is_answered_once(

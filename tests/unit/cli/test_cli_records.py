@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import subprocess
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,7 +204,10 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     assert session.format_resume_hint() == (words and f"{words}{session.run_id} a=1")
 
 
-def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_has_named_is_said_as_it_is(
+    shoal_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # as by `make demo`
     with runs.create("x", "task: t", "one") as run:
         run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
         run.record_event("solved", seconds=1.0, steps=2)
@@ -216,6 +220,7 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in printed
     assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in printed
+    assert f"what next:\n  source {sys.prefix}/bin/activate\n  shoal runs one\n" in printed
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +241,19 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
         again.log(1, {"steps/total": 5.0})  # others may come back to what has begun
         again.flush()
         assert not session._poll()
+
+
+def test_a_command_whose_endpoint_answers_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    with runs.create("x", "models: [m@1]", "one", kind=runs.RunKind.SERVING) as run:
+        session = a_session("models=m@1")
+        session.run_id = "one"
+        monkeypatch.setattr(session._reporter, "wait_for", waits.append)
+        session._read_record()
+        assert not waits
+        run.record_endpoint("m", "inference", "http://h", "ready")
+        session._read_record()
+        assert waits == [""]
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])

@@ -17,7 +17,7 @@ import click
 from rich.table import Column
 from rich.text import Text
 
-from shoal.cli.support.console import confirm_removal, format_facts, make_table, remove_old
+from shoal.cli.support.console import confirm_removal, format_facts, make_number_column, make_table, remove_old
 from shoal.cli.support.options import DryRun, NotNegative, OlderThan, Texts, VersionName, Yes
 from shoal.cli.support.verbs import CommandGroup
 from shoal.errors import ConfigError
@@ -53,8 +53,9 @@ def _show_versions(versions: Sequence[ModelVersion]) -> object:
     if not versions:
         return "There are no models yet. A job registers what it trained:\n\n  shoal run --help"
     columns = [
-        *(Column(title, overflow="fold") for title in ("model", "aliases")),
-        *(Column(title, overflow="fold", no_wrap=True, justify="right") for title in ("age", "size")),
+        Column("model", overflow="fold"),
+        Column("aliases", overflow="fold"),
+        *map(make_number_column, ("age", "size")),
         Column("run", overflow="fold", no_wrap=True),  # which may be copied
         Column("metrics", overflow="fold"),
     ]

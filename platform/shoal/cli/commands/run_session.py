@@ -7,6 +7,8 @@ It owns the processes that it starts and always ends them all; an existing clust
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -139,7 +141,7 @@ class RunSession:
         self._job: ray_jobs.JobHandle | None = None
         self._line_throttle = run_view.LineThrottle()
         self._job_log: JobLogReader | None = None
-        self._reporter = WaitReporter(f"waiting for the job {path.stem}")  # until there is a view of its run
+        self._reporter = WaitReporter(f"waiting for the job {path.stem!r}")  # until there is a view of its run
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
@@ -265,7 +267,7 @@ class RunSession:
             )
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
-        if self._view is not None:
+        if self._view is not None or addresses:  # an endpoint is ready: nothing is waited for
             self._reporter.wait_for("")
 
     def _take_new_notes(self) -> list[str]:
@@ -330,6 +332,8 @@ class RunSession:
             if (record.folder / name).exists():
                 say(f"{label:<15} {record.folder / name}")
         say("what next:")
+        if shutil.which("shoal") is None:  # it was started by its path, as by `make demo`
+            say(f"  source {shlex.quote(sys.prefix)}/bin/activate")
         say(f"  shoal runs {record.id}")
         for command in list_views(record, [f"{model['name']}@{model['version']}" for model in models]):
             say(f"  {command}")

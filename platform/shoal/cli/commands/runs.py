@@ -30,6 +30,7 @@ from shoal.cli.support.console import (
 from shoal.cli.support.jobs import RAY_LOG_LINE, follow_output
 from shoal.cli.support.options import DryRun, NotNegative, OlderThan, Positive, Texts, Yes
 from shoal.cli.support.verbs import AsJson, DefaultCommandGroup, verb
+from shoal.cluster.attach import find_running_cluster
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.plugins.find import load_sound_extensions
@@ -64,8 +65,13 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
-_COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
-_COLOURS[Status.NOT_REACHED] = "yellow"
+_COLOURS = {
+    Status.RUNNING: "blue",
+    Status.FINISHED: "green",
+    Status.FAILED: "red",
+    Status.LOST: "yellow",
+    Status.NOT_REACHED: "yellow",
+}
 
 
 @click.group(cls=DefaultCommandGroup)
@@ -336,12 +342,15 @@ def set_settings(run: str, settings: Annotated[Texts, "NAME=VALUE..."]) -> str:
 
 
 def list_views(run: Run, models: Sequence[str]) -> list[str]:
-    """Commands that show a run and the versions that it has registered, given as `NAME@VERSION`."""
-    commands = ["shoal console --open"]
-    if (board := run.folder / "tensorboard").exists():
-        commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
-    commands += [f"shoal models show {each}" for each in models]
-    for version in map(Registry().get, filter(Registry().has, models)):  # others have been removed
+    """Commands that show a run and the versions that it has registered, given as `NAME@VERSION`.
+
+    They work one after the other: those that stay until Ctrl-C are the last.
+    """
+    commands = [f"shoal models show {each}" for each in models]
+    present = [Registry().get(each) for each in models if Registry().has(each)]  # others have been removed
+    if present and find_running_cluster() is None:
+        commands.append("shoal up")
+    for version in present:
         commands.append(f"shoal serve deploy {version.ref}")
         for suggest in load_sound_extensions("shoal.next_commands").values():
             commands += suggest(version)
@@ -349,7 +358,9 @@ def list_views(run: Run, models: Sequence[str]) -> list[str]:
         env = run.last_events().get("gateway_ready", {}).get("env", "{")
         where = " --env MODULE:FUNCTION" if env.startswith("{") else ""  # spaces: of games that joined
         commands.append(f"shoal play {models[0]}{where} --record film.webp")
-    return commands
+    if (board := run.folder / "tensorboard").exists():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
+    return [*commands, "shoal console --open"]
 
 
 def format_resume_command(run: Run, command: str = "") -> str:

@@ -50,17 +50,17 @@ SUMS = (
 _NEWEST = "newest"  # extra of a prepared batch, int64 [S, 2]: the newest version, and whether it is the present weights
 
 
-class TokenRows(NamedTuple):
+class MicroBatch(NamedTuple):
     """A part of a batch, as the network takes it.
 
     tokens: int64 [B, T]; of each segment all but the last, after which nothing is sampled
-    places: int64 [B, T]: positions in their segments, of rows that hold several; otherwise 1, and 0 on padding
+    layout: int64 [B, T]: positions in their segments, of rows that hold several; otherwise 1, and 0 on padding
     trains: bool [B, T]
     steps:  int64 [n], which of the batch's steps are trained, in the order of `trains`
     """
 
     tokens: Tensor
-    places: Tensor
+    layout: Tensor
     trains: Tensor
     steps: np.ndarray
 
@@ -145,9 +145,9 @@ class TextPolicyGradient(Algorithm):
         """0 where nothing is trained."""
         log_ratios = np.zeros(batch.num_steps, np.float32)
         with torch.no_grad():
-            for rows in self._divide(batch):
-                log_pi, _ = self._evaluate(self.model, rows, self._choose(rows, batch.actions))
-                log_ratios[rows.steps] = (log_pi - self._choose(rows, batch.log_probabilities)).cpu().numpy()
+            for part in self._divide(batch):
+                log_pi, _ = self._evaluate(self.model, part, self._choose(part, batch.actions))
+                log_ratios[part.steps] = (log_pi - self._choose(part, batch.log_probabilities)).cpu().numpy()
         return log_ratios
 
     def configure(self, config: AlgorithmConfig) -> None:
@@ -222,19 +222,19 @@ class TextPolicyGradient(Algorithm):
         is_same = (lags == 0) & (newest[:, 1] > 0)
         sums, largest = torch.zeros(len(SUMS), device=self.device), torch.zeros(3, device=self.device)
 
-        for rows in self._divide(batch):
-            actions = self._choose(rows, batch.actions)
-            log_pi, entropies = self._evaluate(self.model, rows, actions)
+        for part in self._divide(batch):
+            actions = self._choose(part, batch.actions)
+            log_pi, entropies = self._evaluate(self.model, part, actions)
             log_reference = None
             if self._reference is not None:
                 with torch.no_grad():
-                    log_reference, _ = self._evaluate(self._reference, rows, actions)
-            log_mu = self._choose(rows, batch.log_probabilities)
-            chosen = self._choose(rows, advantages_N)
+                    log_reference, _ = self._evaluate(self._reference, part, actions)
+            log_mu = self._choose(part, batch.log_probabilities)
+            chosen = self._choose(part, advantages_N)
             tokens = compute_token_losses(log_pi, log_mu, chosen, self._config, log_reference)
             tokens.losses.sum().div(num_tokens).backward()
 
-            lag, same = self._choose(rows, lags).float(), self._choose(rows, is_same).float()
+            lag, same = self._choose(part, lags).float(), self._choose(part, is_same).float()
             diff = (log_pi.detach() - log_mu).abs() * same
             losses = tokens.losses.detach()
             per_token = torch.stack([losses, entropies, tokens.is_clipped.float(), lag, tokens.kl, same, diff])
@@ -242,21 +242,21 @@ class TextPolicyGradient(Algorithm):
             largest = largest.maximum(torch.stack([diff, tokens.ratios, lag]).amax(1))
         return TokenMoments(sums, largest.cpu())
 
-    def _divide(self, batch: ExperienceBatch) -> Iterator[TokenRows]:
+    def _divide(self, batch: ExperienceBatch) -> Iterator[MicroBatch]:
         """The segments that have trained tokens, in parts."""
         num_trained, *_ = _describe_segments(batch)
         for chosen in divide_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens, self._is_packed):
-            yield make_rows(batch, chosen, self._is_packed, self.device)
+            yield make_micro_batch(batch, chosen, self._is_packed, self.device)
 
-    def _choose(self, rows: TokenRows, per_step: np.ndarray) -> Tensor:
+    def _choose(self, part: MicroBatch, per_step: np.ndarray) -> Tensor:
         """The values [n] of the trained tokens, of those of all steps [N]."""
-        return self.to_device(per_step[rows.steps])
+        return self.to_device(per_step[part.steps])
 
-    def _evaluate(self, network: nn.Module, rows: TokenRows, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, network: nn.Module, part: MicroBatch, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log π of actions [n], differentiable, and the entropies [n] of their distributions."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._config.precision == "bf16"):
-            logits = network(rows.tokens, rows.places, rows.trains)
-        logits = (logits if logits.ndim == 2 else logits[rows.trains]).float()
+            logits = network(part.tokens, part.layout, part.trains)
+        logits = (logits if logits.ndim == 2 else logits[part.trains]).float()
         if self._config.temperature != 1:
             logits = logits / self._config.temperature
         normalizers = logits.logsumexp(-1)
@@ -283,20 +283,21 @@ def divide_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int, is_p
     return parts
 
 
-def make_rows(batch: ExperienceBatch, chosen: list[int], is_packed: bool, device: torch.device) -> TokenRows:
+def make_micro_batch(batch: ExperienceBatch, chosen: list[int], is_packed: bool, device: torch.device) -> MicroBatch:
     """Lay the chosen segments of a batch end to end in one row, or pad each to a row of its own."""
     starts = np.cumsum(batch.lengths) - batch.lengths
     rows = [slice(starts[index] + index, starts[index] + index + batch.lengths[index]) for index in chosen]
     tokens = [batch.observations[each].astype(np.int64) for each in rows]
     trains = [batch.extras[TRAINS][each] for each in rows]
     steps = [starts[index] + np.flatnonzero(each) for index, each in zip(chosen, trains, strict=True)]
-    places = [np.arange(len(each)) if is_packed else np.ones_like(each) for each in tokens]
+    layout = [np.arange(len(each)) if is_packed else np.ones_like(each) for each in tokens]
     if is_packed:
-        arrays = [np.concatenate(each)[None] for each in (tokens, places, trains)]
+        arrays = [np.concatenate(each)[None] for each in (tokens, layout, trains)]
     else:
         longest = max(map(len, tokens))
-        arrays = [np.stack([np.pad(row, (0, longest - len(row))) for row in each]) for each in (tokens, places, trains)]
-    return TokenRows(*(torch.from_numpy(each).to(device) for each in arrays), steps=np.concatenate(steps))
+        arrays = [np.stack([np.pad(row, (0, longest - len(row))) for row in each]) for each in (tokens, layout, trains)]
+    on_device = [torch.from_numpy(each).to(device) for each in arrays]
+    return MicroBatch(on_device[0], on_device[1], on_device[2], np.concatenate(steps))
 
 
 def _describe_segments(batch: ExperienceBatch) -> np.ndarray:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import secrets
 import shlex
 import shutil
@@ -42,7 +43,7 @@ from shoal.libs.agents.tasks import AgentEnvironment, AgentTask, EpisodeFailed, 
 
 SESSIONS_PATH = "/shoal/v1/sessions"
 CALL_S = 600.0  # of stock clients: a gateway may hold a request for minutes
-NUM_RETRIES = 600  # without a connection: a second each
+NUM_RETRIES = 270  # without a connection, a second each: actors try for five minutes, too
 BUSY_S = 1.0  # between two requests where the gateway names no time
 STOP_S = 2.0  # for the ends of open sessions
 MAX_FAILURES = 50  # in a row: the agent or the grader is at fault
@@ -73,7 +74,7 @@ class SessionClient:
     """The gateway's paths for sessions, for one event loop. `close` it.
 
     Each request has an idempotency-key, or may be repeated anyway: while the gateway restarts, or has no credit, it is
-    sent again. All raise InferenceError for another answer, and ConnectionLost when no gateway answers for ten minutes.
+    sent again. All raise InferenceError for another answer, and ConnectionLost when none comes for five minutes.
     """
 
     def __init__(self, url: str, token: str, num_connections: int) -> None:
@@ -132,13 +133,18 @@ async def run_program(command: Sequence[str], session: OpenedSession, task: Agen
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        raise EpisodeFailed(f"the agent ended with status {process.returncode}: {_read_last_line(errors)}")
-    return AgentAnswer(_read_last_line(output))
+        raise EpisodeFailed(f"the agent ended with status {process.returncode}: {find_reason(_read_lines(errors))}")
+    return AgentAnswer(_read_lines(output)[-1])
 
 
-def _read_last_line(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+def _read_lines(output: bytes) -> list[str]:
+    return output.decode(errors="replace").strip().splitlines() or [""]
+
+
+def find_reason(lines: Sequence[str]) -> str:
+    """The line that says why a program has failed: the last one, or of Node.js the error above its trace."""
+    is_node = lines[-1].startswith("Node.js v")
+    return next((line for line in reversed(lines) if is_node and re.match(r"\w*Error\b", line)), lines[-1])
 
 
 class Driver:
@@ -268,7 +274,8 @@ class Driver:
 def find_agent(client: SessionClient, agent: str, max_tokens: int | None) -> Agent:
     """The agent that is named: a file of Python, or a command; "" for one chat completion. Raises ConfigError."""
     if not agent:
-        return partial(client.complete_chat, **({} if max_tokens is None else {"max_tokens": max_tokens}))
+        fields: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+        return partial(client.complete_chat, **fields)
     program, *rest = shlex.split(agent)
     is_python = program.endswith(".py")
     if not (os.path.isfile(program) if is_python else shutil.which(program)):

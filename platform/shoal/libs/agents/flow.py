@@ -13,14 +13,18 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from pydantic import SecretStr
+
 import shoal.runs
+from shoal.client.discovery import INFERENCE_KIND
 from shoal.errors import NotReached, RecordUnwritable
 from shoal.extend.cluster import end_programs, job_main, start_program
 from shoal.extend.flows import recorded_run
 from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
+from shoal.extend.serve import EndpointModel, EndpointSpec, LiveModel, ModelOptions, TextOptions
 from shoal.home import load_access_token
-from shoal.libs.agents.model import register
+from shoal.libs.agents.model import describe_served, register
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
 
@@ -64,6 +68,8 @@ class AgentsRun:
         self._workers = ActorLearnerWorkers(spec.make_rl_spec(), setting, has_learnt)
         closing.callback(self._workers.close)
         self._workers.wait_for_gateway()
+        if spec.replicas:
+            self._deploy(token, closing)
         self._gateway, self._learner = dict[str, Any](), dict[str, Any]()
         self._poll()
         self.url: str = self._gateway["sessions"]["url"]
@@ -72,6 +78,27 @@ class AgentsRun:
         print_line(f"run {recorder.id}: sessions are opened at {self.url}/shoal/v1/sessions")
         if spec.agents:
             self._start_driver(token, closing)
+
+    def _deploy(self, token: str, closing: ExitStack) -> None:
+        """Start the replicas that sample, and name them to the gateway."""
+        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load
+
+        spec = self.spec
+        name = spec.model_name
+        factory, signature = describe_served(spec.model)
+        text = TextOptions(slots=spec.slots, length=spec.length, tokenizer=spec.model)
+        endpoint = EndpointSpec(
+            name=name,
+            num_replicas=spec.replicas,
+            token=SecretStr(token),
+            model=ModelOptions(text=text),
+            **spec.replica.model_dump(),
+        )
+        model = LiveModel(factory, signature, self._workers.make_weight_source())
+        deployed = deploy(endpoint, [EndpointModel(name, model)], self.recorder.record_event)
+        closing.callback(deployed.close)
+        self._workers.connect_front(deployed.url)
+        self.recorder.record_endpoint(name, INFERENCE_KIND, deployed.url, "ready")
 
     def _start_driver(self, token: str, closing: ExitStack) -> None:
         spec = self.spec
@@ -113,7 +140,7 @@ class AgentsRun:
         """Register the newest weights."""
         snapshot = self._workers.pause_learner()
         self._poll()
-        version = register(self.spec.model, self.spec.name, snapshot)
+        version = register(self.spec.model, self.spec.model_name, snapshot)
         print_line(f"registered {version.ref}")
         self._workers.finish_learner(FINISH_S)
         self._workers.close_gateway()

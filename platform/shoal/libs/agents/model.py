@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from shoal.errors import needs_extra
-from shoal.extend.registry import ModelVersion
+from shoal.extend.registry import ModelFactory, ModelVersion, Signature
+from shoal.extend.train import build, make_task
 from shoal.weights import WeightSnapshot, decode_tensors
+
+CAUSAL_LM = "shoal.libs.hf.tasks:CausalLM"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class PretrainedModel:
     def num_tokens(self) -> int:
         """Of the vocabulary, as the network has it."""
         return int(self.module.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return int(self.module.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
 
 
 def open_pretrained(pretrained: str) -> PretrainedModel:
@@ -47,10 +55,10 @@ def open_pretrained(pretrained: str) -> PretrainedModel:
 
 
 def register(pretrained: str, name: str, snapshot: WeightSnapshot) -> ModelVersion:
-    """Register weights as a version of `name`, by default the model's, with its tokenizer. Raises ConfigError."""
+    """Register weights as a version of `name`, with its tokenizer. Raises ConfigError."""
     from safetensors.torch import save_file
 
-    from shoal.libs.hf.source import COMPANIONS, find_folder, make_model_name, open_draft
+    from shoal.libs.hf.source import COMPANIONS, find_folder, open_draft
     from shoal.libs.hf.transfer import pull
 
     folder = find_folder(pretrained)
@@ -60,4 +68,16 @@ def register(pretrained: str, name: str, snapshot: WeightSnapshot) -> ModelVersi
                 shutil.copyfile(each, draft / each.name)
         arrays = decode_tensors(snapshot.payload)
         save_file({key: torch.from_numpy(each.copy()) for key, each in arrays.items()}, draft / "model.safetensors")
-        return pull(str(draft), name or make_model_name(pretrained), kind="causal_lm")
+        return pull(str(draft), name, kind="causal_lm")
+
+
+def describe_served(pretrained: str) -> tuple[ModelFactory, Signature]:
+    """The model as an endpoint serves it, which follows the run's weights."""
+    from shoal.libs.hf.source import find_folder
+
+    task = make_task(CAUSAL_LM, {"model": str(find_folder(pretrained))})
+    signature = task.signature()
+    assert signature is not None
+    travelling = task.registration()
+    args = dict(travelling.args or {}) if travelling is not None else {}
+    return ModelFactory(factory=f"{build.__module__}:build", kwargs={"task": CAUSAL_LM, "args": args}), signature

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.extend.rl import GatewaySetting
-from shoal.libs.agents.chat_template import check_template
 from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
-from shoal.libs.agents.front import AgentsFrontSetting
 from shoal.libs.agents.model import open_pretrained
-from shoal.libs.agents.service import SessionRules
-from shoal.libs.agents.sessions import GroupRules
+from shoal.libs.agents.sessions.chat_template import check_template
+from shoal.libs.agents.sessions.front import AgentsFrontSetting
+from shoal.libs.agents.sessions.groups import GroupRules
+from shoal.libs.agents.sessions.service import SessionRules
 from shoal.libs.agents.spec import AgentsSpec
 
 

@@ -26,6 +26,13 @@ class SessionsSpec(Spec):
     cancelled: Literal["train", "drop"] = Field(default="drop", description="answers whose client has left")
 
 
+class ReplicaSpec(Spec):
+    """What each replica that samples reserves of the cluster."""
+
+    num_cpus: float = Field(default=0.5, ge=0)
+    num_gpus: float | None = Field(default=None, ge=0)
+
+
 class AgentsSpec(Spec):
     """One run of agents elsewhere, who talk to a language model and are rewarded.
 
@@ -49,13 +56,22 @@ class AgentsSpec(Spec):
     learner: LearnerSpec = LearnerSpec()
     sessions: SessionsSpec = SessionsSpec()
     max_version_lag: int = Field(default=1, ge=0, description="versions that a token may be old when it is learnt")
-    slots: int = Field(default=64, ge=1, description="answers that are sampled at the same time")
+    replicas: int = Field(default=0, ge=0, description="of an endpoint that samples; 0: the gateway's process does")
+    replica: ReplicaSpec = ReplicaSpec()
+    slots: int = Field(default=64, ge=1, description="answers that are sampled at the same time, by each")
     length: int | None = Field(default=None, ge=2, description="tokens of an episode; default: the model's context")
     max_tokens: int | None = Field(default=None, ge=1, description="of an answer, at most")
     max_steps: int | None = Field(default=None, ge=1, description="of the learner")
     max_wall_s: float = Field(default=3600.0, gt=0, description="from the first session; then the run ends")
     target_reward: float | None = Field(default=None, description="mean of the last 256 sessions, at which to stop")
     resume: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """Of the registered model, and of the endpoint."""
+        from shoal.libs.hf.source import make_model_name  # it imports transformers
+
+        return self.name or make_model_name(self.model)
 
     @property
     def text_algorithm(self) -> PolicyGradientTextConfig:

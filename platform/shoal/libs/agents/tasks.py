@@ -132,7 +132,7 @@ def load_environment(name: str) -> AgentEnvironment:
     try:
         found = load_reference(name)
         is_complete = hasattr(found, "make_task")
-        tasks = None if is_complete else load_reference(f"{module}:tasks")
+        tasks: Any = None if is_complete else load_reference(f"{module}:tasks")
     except ValueError as error:
         remedy = "name a function (task, answer) -> reward of a file that has `tasks` too, or reasoning_gym:DATASET"
         raise ConfigError("env", name, str(error), remedy) from None

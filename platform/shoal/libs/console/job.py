@@ -89,9 +89,7 @@ def listen(spec: ConsoleSpec) -> Listening:
         opened = bind(spec.host, spec.port)
     except OSError as error:
         remedy = "choose another port, or 0 for a free one"
-        raise ClusterError(
-            f"the console cannot listen at {spec.host}:{spec.port}: {os.strerror(error.errno or 0)}: {remedy}"
-        ) from None
+        raise ClusterError(f"the console cannot listen: {error.strerror}: {remedy}") from None
     own, port = opened.getsockname()[:2]
     is_local, host = is_loopback(own), f"[{spec.host}]" if ":" in spec.host else spec.host
     names = (*spec.names, *((socket.gethostname(),) if spec.host in WILDCARDS else (host,)))

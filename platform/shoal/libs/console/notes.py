@@ -39,7 +39,11 @@ class RunNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_notes() -> dict[str, RunNote]:
     """By the id of the run; only those that were written."""
     with _connect() as connection:
-        rows = connection.execute("SELECT run, note, tags, archived FROM notes").fetchall()
+        return _read(connection)
+
+
+def _read(connection: sqlite3.Connection) -> dict[str, RunNote]:
+    rows = connection.execute("SELECT run, note, tags, archived FROM notes")
     return {run: RunNote(note, tuple(json.loads(tags)), bool(archived)) for run, note, tags, archived in rows}
 
 
@@ -47,8 +51,7 @@ def change_note(run_id: str, changes: Mapping[str, Any]) -> RunNote:
     """Replace some fields of a run's note. Raises ConfigError for values that do not fit."""
     with _connect() as connection:
         connection.execute("BEGIN IMMEDIATE")
-        row = connection.execute("SELECT note, tags, archived FROM notes WHERE run = ?", (run_id,)).fetchone()
-        before = RunNote() if row is None else RunNote(row[0], tuple(json.loads(row[1])), bool(row[2]))
+        before = _read(connection).get(run_id, RunNote())
         try:
             note = msgspec.convert({**msgspec.structs.asdict(before), **changes}, RunNote)
         except msgspec.ValidationError as error:

@@ -52,9 +52,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {
         **run.to_dict(),
         **{name: getattr(panels, name) for name in ("titles", "hidden", "folded", "opens_on")},
-        "name": run.name,
         "kind": run.kind.value,
-        "incarnation": run.incarnation,
         "fields": fields,
         "read_at": time.time(),
         "commands": run.list_commands(),

@@ -35,10 +35,7 @@ MAX_RUNS = 10_000
 MAX_POINTS = 4000
 MAX_OUTPUT_BYTES = 1 << 17
 _CURVES = CurveCache()
-_FIELDS = (
-    *("id", "name", "job", "created_at", "finished_at"),
-    *("host", "owner", "copied_from", "error", "git_revision"),
-)
+_FIELDS = ("id", "name", "job", "created_at", "finished_at", "host", "owner", "copied_from", "error", "git_revision")
 
 
 def list_rows(request: Request) -> Response:

@@ -29,7 +29,7 @@ from shoal.device_memory import read_memory_limit
 from shoal.errors import ClusterError, ConfigError, format_install
 from shoal.extend.cli import AsJson, print_json, verb
 from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
-from shoal.extend.runs import format_size
+from shoal.extend.runs import WaitReporter, format_size
 from shoal.home import home
 
 GIB = 1 << 30
@@ -116,7 +116,8 @@ def check_imports(modules: Sequence[str], extra: str = "cluster") -> Finding:
     program = "".join(f"print({module!r}, flush=True)\nimport {module}\n" for module in modules)
     command = [sys.executable, "-W", "ignore", "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+        with WaitReporter("importing the packages"):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as late:
         module = ((late.stdout or b"").decode().split() or ["python"])[-1]  # bytes, whatever `text` says
         detail = f"import {module}: not done after {IMPORT_TIMEOUT_S:g} s"

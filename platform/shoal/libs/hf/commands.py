@@ -13,9 +13,7 @@ import click
 
 from shoal.extend.cli import VersionName, verb
 from shoal.extend.registry import Registry
-from shoal.libs.hf.transfer import KINDS
-from shoal.libs.hf.transfer import pull as register_folder
-from shoal.libs.hf.transfer import push as write_version
+from shoal.libs.hf.kinds import KINDS
 
 
 @verb(work="writing the folder")
@@ -37,6 +35,8 @@ def push(
       shoal models push tuned@champion ./adapters --adapter
       shoal models push smollm2@3 ~/.cache/huggingface/hub --hub our-team/smollm2
     """
+    from shoal.libs.hf.transfer import push as write_version  # here, where its seconds are reported
+
     version = Registry().get(model)
     return f"{version.ref} is in {write_version(version, folder, hub, adapter=adapter)} now."
 
@@ -62,6 +62,8 @@ def pull(
       shoal models pull ./adapters --name tuned --base smollm2@1
       shoal models pull our-team/smollm2 --name smollm2 --dtype bfloat16
     """
+    from shoal.libs.hf.transfer import pull as register_folder  # here, where its seconds are reported
+
     version = register_folder(folder, name, kind, dtype, alias, base)
     if version.problem:
         yield f"{version.ref} is registered; {version.decision}"

@@ -14,9 +14,9 @@ from shoal.errors import ConfigError
 from shoal.extend.registry import Registry
 from shoal.extend.train import TrainSpec, make_task, spec_from_overrides
 from shoal.libs.hf.adapters import is_adapter_folder, read_adapter_config
+from shoal.libs.hf.kinds import KINDS
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
-from shoal.libs.hf.transfer import KINDS
 
 _ARGS = (
     "model",

@@ -171,12 +171,13 @@ def hash_files(paths: Iterable[Path]) -> str:
 @contextmanager
 def open_draft() -> Iterator[Path]:
     """A folder in `$SHOAL_HOME/hf` that goes with its block; those of processes that were killed go at its begin."""
-    folder, prefix = home() / "hf", f".{socket.gethostname()}-"
+    folder, ours = home() / "hf", f".{socket.gethostname()}"
     make_folder(folder)
-    for other in folder.glob(f"{prefix}*"):
-        if not psutil.pid_exists(int(other.name.removeprefix(prefix).partition("-")[0])):
+    for other in folder.glob(f"{ours}-*-*"):
+        host, pid, _ = other.name.rsplit("-", 2)
+        if host == ours and not psutil.pid_exists(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder) as draft:
+    with tempfile.TemporaryDirectory(prefix=f"{ours}-{os.getpid()}-", dir=folder) as draft:
         yield Path(draft)
 
 

@@ -30,6 +30,7 @@ from shoal.extend.train import (
     read_state_dict,
 )
 from shoal.libs.hf.adapters import TASK_TYPES, is_adapter_folder, read_adapter_config, write_adapters
+from shoal.libs.hf.kinds import KINDS, TASKS
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
     COMPANIONS,
@@ -44,13 +45,6 @@ from shoal.libs.hf.source import (
 )
 from shoal.weights.tensor_files import TensorTypes, make_weight_file, write_tensors
 
-_TASKS = "shoal.libs.hf.tasks"
-KINDS = {
-    "causal_lm": f"{_TASKS}:CausalLM",
-    "sequence_classification": f"{_TASKS}:SequenceClassification",
-    "token_classification": f"{_TASKS}:TokenClassification",
-    "image_classification": f"{_TASKS}:ImageClassification",
-}
 _SUFFIXES = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
@@ -143,7 +137,7 @@ def _register(
     travelling = task.registration()
     signature = task.signature()
     assert travelling is not None
-    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args or {})}
+    reference = {"task": f"{TASKS}:{type(task).__name__}", "args": dict(travelling.args or {})}
     with open_draft() as draft:
         network, types, tensors = _open_weights(task, init)
         if signature is None:

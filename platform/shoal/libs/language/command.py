@@ -16,6 +16,7 @@ from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError, ShoalError, suggest
 from shoal.extend.cli import FiniteRange, Key, Positive, ca_option, verb
 from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version, split_ref
+from shoal.extend.runs import WaitReporter
 
 HELP = """\
   /system TEXT  set what the model shall be; without TEXT, nothing
@@ -62,7 +63,8 @@ def chat(
             model = f"{local.name}@{local.version}"
             if sys.stderr.isatty():
                 click.secho(f"loading {model}", dim=True, err=True)
-            has_chat = local.has_chat
+            with WaitReporter(f"loading {model}"):
+                has_chat = local.has_chat
             talk = Conversation(lambda messages: local.chat(messages, **fields), system)
         else:
             name = model.partition("@")[0]

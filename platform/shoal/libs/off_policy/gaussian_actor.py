@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.extend.models import OwnNetwork, SquashedGaussian, make_encoder
+from shoal.libs.off_policy.q_network import make_layers
 
 
 class GaussianActor(nn.Module):
@@ -38,11 +39,9 @@ class GaussianActor(nn.Module):
         if self.network is not None:
             return
         self.encoder, observation_size = make_encoder(frames, observation_size)
-        layers: list[nn.Module] = []
-        for width in hidden:
-            layers += [nn.Linear(observation_size, width), nn.ReLU()]
-            observation_size = width
-        last = nn.Linear(observation_size, 2 * num_actions)
+        sizes = [observation_size, *hidden]
+        layers = make_layers(sizes)
+        last = nn.Linear(sizes[-1], 2 * num_actions)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.policy = nn.Sequential(*layers, last)

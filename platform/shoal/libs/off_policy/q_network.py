@@ -45,7 +45,7 @@ class QNetwork(nn.Module):
             return
         self.encoder, observation_size = make_encoder(frames, observation_size)
         common, stream = list(hidden[:-1]), list(hidden[-1:])
-        self.trunk = nn.Sequential(*_make_layers([observation_size, *common]))
+        self.trunk = nn.Sequential(*make_layers([observation_size, *common]))
         size = common[-1] if common else observation_size
         self.advantage = _make_stream(size, stream, num_actions)
         self.value = _make_stream(size, stream, 1) if dueling else None
@@ -93,7 +93,7 @@ class RecurrentQNetwork(nn.Module):
         self._rescaling_epsilon = rescaling_epsilon
         self.encoder, observation_size = make_encoder(frames, observation_size)
         sizes = [observation_size, *hidden[:-1]]
-        self.trunk = nn.Sequential(*_make_layers(sizes))
+        self.trunk = nn.Sequential(*make_layers(sizes))
         self.core = RecurrentLayer(core, sizes[-1], core_size)
         self.head = QNetwork(core_size, num_actions, hidden[-1:], dueling)
 
@@ -140,10 +140,10 @@ def invert_rescaling(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _make_stream(size: int, hidden: Sequence[int], output_size: int) -> nn.Sequential:
-    return nn.Sequential(*_make_layers([size, *hidden]), nn.Linear(hidden[-1] if hidden else size, output_size))
+    return nn.Sequential(*make_layers([size, *hidden]), nn.Linear(hidden[-1] if hidden else size, output_size))
 
 
-def _make_layers(sizes: Sequence[int]) -> list[nn.Module]:
+def make_layers(sizes: Sequence[int]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for size, width in itertools.pairwise(sizes):
         layers += [nn.Linear(size, width), nn.ReLU()]

@@ -29,7 +29,12 @@ NEXT = {
         "shoal play my_actor --env my_actor.py:Alone --record film.webp     # once the run has ended",
         "pytest test_my_actor.py",
     ),
-    "endpoint": ("python my_endpoint.py", "shoal serve deploy my_endpoint.yaml", "pytest test_my_endpoint.py"),
+    "endpoint": (
+        "python my_endpoint.py",
+        "shoal up     # unless a cluster is up",
+        "shoal serve deploy my_endpoint.yaml",
+        "pytest test_my_endpoint.py",
+    ),
     "library": ("pip install --no-deps -e ./my_library", "shoal my_library", "pytest my_library"),
 }
 PAGES = {

@@ -44,8 +44,16 @@ class SensorTable:
     """
 
     ARRAYS = (
-        *("counts", "means", "variances", "change_variances", "values", "predictions"),
-        *("features", "hidden", "cell", "last_times_s"),
+        "counts",
+        "means",
+        "variances",
+        "change_variances",
+        "values",
+        "predictions",
+        "features",
+        "hidden",
+        "cell",
+        "last_times_s",
     )
 
     def __init__(self, width: int, hidden: int, horizon: int, num_steps: int) -> None:

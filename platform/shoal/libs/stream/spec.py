@@ -125,8 +125,14 @@ class StreamSpec(Spec):
     """
 
     main_fields = (
-        *("mqtt.broker", "mqtt.topic", "files", "sensors", "rate_hz"),
-        *("max_messages", "name", "resume"),
+        "mqtt.broker",
+        "mqtt.topic",
+        "files",
+        "sensors",
+        "rate_hz",
+        "max_messages",
+        "name",
+        "resume",
     )
     page = "libs/stream.md"
 

@@ -23,8 +23,17 @@ from shoal.search.space import SearchSpace
 
 # Where a trial runs, how long, and what it leaves.
 _SAME = (
-    *("recipe", "env", "actors", "stop", "reports", "model_name", "aliases"),
-    *("learn_from_endpoint", "wait", "priority", "track"),
+    "recipe",
+    "env",
+    "actors",
+    "stop",
+    "reports",
+    "model_name",
+    "aliases",
+    "learn_from_endpoint",
+    "wait",
+    "priority",
+    "track",
 )
 _SAME_INNER = ("learner.device", "learner.replicas", "gateway.host", "gateway.port", "gateway.curve")
 

@@ -43,8 +43,17 @@ Scheduler = Literal["auto", "none", "asha"]
 _LOOP = "loop."
 # Where a trial runs, and what it leaves.
 _SAME = (
-    *("task", "resume", "name", "aliases", "device", "workers", "min_workers"),
-    *("threads", "wait", "priority", "track"),
+    "task",
+    "resume",
+    "name",
+    "aliases",
+    "device",
+    "workers",
+    "min_workers",
+    "threads",
+    "wait",
+    "priority",
+    "track",
 )
 # What a population-based trial may change while it goes on: these need no other network and no other plan.
 _CHANGEABLE = ("optimizer.", "schedule.", "args.", "batch_size", "clip_norm")
@@ -96,8 +105,17 @@ class SweepSpec(Spec):
     """
 
     main_fields = (
-        *("train.task", "train.stop.epochs", "space", "trials", "search", "scheduler"),
-        *("metric", "direction", "concurrent", "registers", "resume"),
+        "train.task",
+        "train.stop.epochs",
+        "space",
+        "trials",
+        "search",
+        "scheduler",
+        "metric",
+        "direction",
+        "concurrent",
+        "registers",
+        "resume",
     )
     page = "sweeps.md"
 

@@ -108,8 +108,19 @@ _PARTS = (
 KINDS = (*_STATEMENTS, *_EXPRESSIONS, *_PARTS, "Module", "other")  # of nodes; "other": of a newer Python
 
 _ARITHMETIC = (
-    *("Add", "Sub", "Mult", "MatMult", "Div", "FloorDiv", "Mod", "Pow"),
-    *("LShift", "RShift", "BitOr", "BitXor", "BitAnd"),
+    "Add",
+    "Sub",
+    "Mult",
+    "MatMult",
+    "Div",
+    "FloorDiv",
+    "Mod",
+    "Pow",
+    "LShift",
+    "RShift",
+    "BitOr",
+    "BitXor",
+    "BitAnd",
 )
 _DETAILS: dict[str, tuple[str, ...]] = {
     "BoolOp": ("And", "Or"),

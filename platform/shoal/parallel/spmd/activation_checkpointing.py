@@ -23,9 +23,15 @@ from shoal.parallel.state.module_snapshot import snapshot_module
 
 FIELD = "parallel.activation_checkpointing"
 _KEPT = (  # operators whose results cost more to compute than to keep
-    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )
 _KEPT_OPERATORS = [getattr(torch.ops.aten, name).default for name in _KEPT]
 

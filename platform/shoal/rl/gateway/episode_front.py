@@ -27,6 +27,10 @@ class EpisodeFront(Protocol):
         """Plain values for JSON."""
         ...
 
+    def connect(self, url: str) -> None:
+        """Have the policy computed by the endpoint of this address."""
+        ...
+
     def close(self) -> None:
         """Idempotent."""
         ...

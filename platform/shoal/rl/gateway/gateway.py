@@ -213,6 +213,11 @@ class Gateway:
         self._wake()
         return reply.result(timeout_s)
 
+    def connect_front(self, url: str) -> None:
+        """Name the endpoint that computes the policy for the front's episodes. From any thread."""
+        if self._front is not None:
+            self._front.connect(url)
+
     def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Tell all games these settings, unless they are the present ones. From any thread."""
         with self._lock:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from shoal.errors import ConfigError
 from shoal.rl.experience.demonstrations import DemonstrationSite
@@ -20,9 +20,6 @@ from shoal.rl.spec import RLSpec, require_segment_fits
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import Ack, ErrorMessage, GameSettings, Message, Pong, SettingsMessage
-
-if TYPE_CHECKING:
-    from shoal.rl.gateway.episode_front import OpenFront
 
 LEDGER_INDEPENDENT = (Pong, ErrorMessage)
 
@@ -40,7 +37,7 @@ class GatewaySetting:
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
     demonstrations:    where those of others than the policy are stored, with the other files of the run
     settings:          of the game, with which a run begins
-    front:             opens another way in for episodes
+    front:             an `OpenFront`; None for no other way in for episodes
     """
 
     spec: GatewaySpec
@@ -55,7 +52,7 @@ class GatewaySetting:
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
     settings: GameSettings = field(default_factory=dict)
-    front: OpenFront | None = None
+    front: Any = None
 
     @classmethod
     def of_run(

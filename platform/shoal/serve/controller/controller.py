@@ -35,6 +35,7 @@ from shoal.serve.controller.rollout import (
     stage_version,
 )
 from shoal.serve.controller.state import Deployment, Event, ModelState, StateFile
+from shoal.serve.messages.counts import VersionCounts
 from shoal.serve.messages.desired_state import NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
@@ -82,6 +83,7 @@ class EndpointController:
         )
         self.state = store.state
         self.reports = store.reports
+        self.final_counts: dict[str, dict[str, VersionCounts]] = {}  # of replicas that are gone, by model
         self.catalogue = store.catalogue
         self.wait_until, self.record_event = store.wait_until, store.record_event
         self._last_seen_s: dict[str, float] = {}
@@ -112,6 +114,7 @@ class EndpointController:
         """Take in a replica's report and advance the rollouts; returns the newest reports of the others."""
         self._renew_lease(report.replica)
         self.reports[report.replica] = report
+        self.final_counts.pop(report.replica, None)  # it was taken for lost
         if report.ready:
             self._ready_replicas.add(report.replica)
         self.store.catch_up_generation(report.generation)
@@ -134,7 +137,10 @@ class EndpointController:
             self._remove_replica(replica)
 
     def _remove_replica(self, replica: str) -> None:
-        del self.reports[replica], self._last_seen_s[replica]
+        report = self.reports.pop(replica)
+        if report.pid:
+            self.final_counts[replica] = {name: counts.sum_requests() for name, counts in report.counts.items()}
+        del self._last_seen_s[replica]
         self.assignments.forget(replica)
         self._ready_replicas.discard(replica)
         self._failures.forget(replica)

@@ -40,7 +40,7 @@ NUM_EVENTS = 50
 LONG_FORWARD_S = 2.0  # a longer forward shows in the status while it runs
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 
-Counts = Mapping[str, Mapping[str, ModelCounts]]  # of replicas that are gone, by model
+Counts = Mapping[str, Mapping[str, ModelCounts]]  # by replica and model
 Part = TypeVar("Part", bound=msgspec.Struct)
 
 
@@ -65,7 +65,6 @@ class StatusReporter:
         self._facts = facts
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
-        self._final_counts: dict[str, dict[str, VersionCounts]] = {}  # of replicas that are gone, by model
         self._minute: tuple[float, Counts] = (clock(), {})  # when the present one began, and the counts then
         self._history: defaultdict[str, deque[tuple[float, int, float, float | None]]] = defaultdict(
             lambda: deque(maxlen=MAX_HISTORY)
@@ -77,12 +76,7 @@ class StatusReporter:
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
             heard = [report for report in self._controller.reports.values() if report.pid]
-            counted = {report.replica: _counts(report) for report in heard}
-            for replica, models in (self._samples[-1][1] if self._samples else {}).items():
-                if replica not in self._controller.reports:
-                    self._final_counts[replica] = {name: counts.sum_requests() for name, counts in models.items()}
-            for replica in counted.keys() & self._final_counts.keys():  # it was taken for lost
-                del self._final_counts[replica]
+            counted = {report.replica: report.counts for report in heard}
             self._samples.append((now_s, counted))
             begun_s, minute = self._minute
             self._minute = (begun_s, {**counted, **minute})
@@ -152,7 +146,7 @@ class StatusReporter:
             merge(
                 [
                     VersionCounts() if counts is None else counts.sum_requests(),
-                    *(models[name] for models in self._final_counts.values() if name in models),
+                    *(models[name] for models in controller.final_counts.values() if name in models),
                 ]
             ),
             name=name,
@@ -203,12 +197,8 @@ class StatusReporter:
         before = []
         for report in self._controller.reports.values():
             first = next((counts[report.replica] for _, counts in samples if report.replica in counts), None)
-            before.append((_counts(report) if first is None else first).get(name))
+            before.append((report.counts if first is None else first).get(name))
         return self._clock() - samples[0][0], _merge_present(before)
-
-
-def _counts(report: ReplicaReport) -> dict[str, ModelCounts]:
-    return {name: model.counts for name, model in report.models.items() if model.counts is not None}
 
 
 def _merge_present(snapshots: Iterable[ModelCounts | None]) -> ModelCounts | None:

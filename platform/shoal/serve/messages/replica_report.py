@@ -167,6 +167,11 @@ class ReplicaReport:
         """The models that answer here."""
         return frozenset(name for name, model in self.models.items() if model.version)
 
+    @property
+    def counts(self) -> dict[str, ModelCounts]:
+        """Those of the models that it has begun to serve."""
+        return {name: model.counts for name, model in self.models.items() if model.counts is not None}
+
 
 @dataclass(frozen=True)
 class PeerReport:

@@ -64,9 +64,8 @@ def list_metrics(reports: Iterable[ReplicaReport]) -> dict[str, Metric]:
     return METRICS | {
         name: Metric(name, each.help, each.kind, _MODEL)
         for report in reports
-        for model in report.models.values()
-        if model.counts is not None
-        for name, each in model.counts.others.items()
+        for counts in report.counts.values()
+        for name, each in counts.others.items()
     }
 
 

@@ -177,8 +177,7 @@ def write_code(url: str, model: str, action: str, content: Any, version: int | N
     """
     text = json.dumps(content, ensure_ascii=False)
     is_long = len(text) > MAX_INLINE_CHARS
-    of_version = "" if version is None else f"/versions/{version}"
-    target = f"{url}/v2/models/{quote(model, safe='')}{of_version}/{action}"
+    target = f"{url}{_path(model, action, version)}"
     curl, token = begin_curl(target), begin_curl("").partition("Bearer ")[2].partition('" ')[0]
     imports = 'import { readFile } from "node:fs/promises";\n' if is_long else ""
     body = f'await readFile("{REQUEST_FILE}")' if is_long else f"JSON.stringify({text})"

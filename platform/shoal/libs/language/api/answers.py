@@ -147,7 +147,7 @@ class Answers:
         shoal |= {"spans": answer.spans} if answer.finish else {}
         return sampled | ({"shoal": shoal} if shoal else {})
 
-    def describe_whole(self) -> Json:
+    def describe_single(self) -> Json:
         """The same of the only answer, for APIs without a place for log-probabilities."""
         (answer,) = self.all
         logprobs = [event.logprob for event in answer.shown]

@@ -193,17 +193,15 @@ def _describe_token(job: Job, token: int | None, logprob: float) -> Json:
 
 def _list_columns(job: Job, events: Sequence[TokenEvent] | None) -> Json | None:
     """The same as /v1/completions has it; None for none."""
-    decode, names = job.model.tokenizer.decode, ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    rows = [
-        (
-            decode([event.token]),
-            event.logprob,
-            {decode([token]): value for token, value in event.top_logprobs},
-            event.offset,
-        )
-        for event in events or ()
-    ]
-    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else None
+    if not events:
+        return None
+    decode = job.model.tokenizer.decode
+    return {
+        "tokens": [decode([event.token]) for event in events],
+        "token_logprobs": [event.logprob for event in events],
+        "top_logprobs": [{decode([token]): value for token, value in event.top_logprobs} for event in events],
+        "text_offset": [event.offset for event in events],
+    }
 
 
 CHAT = Api(ChatBody, prepare_chat, write_chat, stream_chat)

@@ -69,7 +69,7 @@ def write_message(answers: Answers) -> Json:
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     tools = [{**_begin_tool(call.name), "input": json.loads(call.arguments)} for call in answer.calls]
     message = {**_make_head(answers), "content": [*text, *tools], **_describe_end(answer)}
-    return message | {"usage": _count_usage(answers), **answers.describe_whole()}
+    return message | {"usage": _count_usage(answers), **answers.describe_single()}
 
 
 async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
@@ -94,7 +94,7 @@ async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
         yield _write("content_block_delta", index=index, delta=delta)
         yield _write("content_block_stop", index=index)
         index += 1
-    yield _write("message_delta", delta=_describe_end(answer), usage=_count_usage(answers), **answers.describe_whole())
+    yield _write("message_delta", delta=_describe_end(answer), usage=_count_usage(answers), **answers.describe_single())
     yield _write("message_stop")
 
 

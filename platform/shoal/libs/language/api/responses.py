@@ -132,7 +132,7 @@ def _make_response(
     before, new, total = answers.count_usage().values()
     usage: Json = {"input_tokens": before, "output_tokens": new, "total_tokens": total}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return response | {"usage": usage, **answers.describe_whole()}
+    return response | {"usage": usage, **answers.describe_single()}
 
 
 RESPONSES = Api(ResponseBody, prepare_response, write_response, stream_response)

@@ -41,18 +41,19 @@ class CacheCells:
 
     def __init__(self, num_slots: int, length: int) -> None:
         self.num_slots, self.length = num_slots, length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, list[Tensor]] = {}
 
     def write(self, layer: int, cell_numbers: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys [K, T, D] and values of packed tokens into their cells, numbered over all slots; returns the layer's
         cells [S + 1, K, L, D]."""
-        stored = self._layers.get(layer)
-        if stored is None:  # zeros: cells that a mask hides must be finite
-            shapes = [(self.num_slots + 1, self.length, x.shape[0], x.shape[2]) for x in (key, value)]
-            stored = self._layers[layer] = _make_zeros(key, shapes[0]), _make_zeros(value, shapes[1])
-        stored[0].view(-1, *stored[0].shape[2:]).index_copy_(0, cell_numbers, key.transpose(0, 1))
-        stored[1].view(-1, *stored[1].shape[2:]).index_copy_(0, cell_numbers, value.transpose(0, 1))
-        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+        pair = key, value
+        if layer not in self._layers:  # zeros: cells that a mask hides must be finite
+            size = self.num_slots + 1, self.length
+            self._layers[layer] = [_make_zeros(each, (*size, each.shape[0], each.shape[2])) for each in pair]
+        keys, values = self._layers[layer]
+        for cells, each in zip((keys, values), pair, strict=True):
+            cells.view(-1, *cells.shape[2:]).index_copy_(0, cell_numbers, each.transpose(0, 1))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     @property
     def token_bytes(self) -> int:
@@ -171,10 +172,7 @@ class Work:
             at = torch.zeros(top, dtype=torch.int64, device=rows.device)
             at[rows] = self.positions[: self.num_rows]
             cell = torch.arange(span, device=rows.device)
-            hidden = cell > at[:, None]
-            if window is not None:
-                hidden |= cell <= at[:, None] - window
-            mask = self._masks[-1, window] = _add_mask(hidden, query.dtype)[:, None, None]
+            mask = self._masks[-1, window] = _make_mask(cell, at[:, None], window, query.dtype)[:, None, None]
         spread = query.transpose(0, 1)
         if top > self.num_rows:
             spread = query.new_zeros(top, *spread.shape[1:]).index_copy_(0, rows, spread)
@@ -188,15 +186,15 @@ class Work:
             last = each.start + len(each.tokens)
             cell = torch.arange(low, last, device=self.ids.device)
             at = torch.arange(each.start, last, device=self.ids.device)[:, None]
-            hidden = cell > at
-            if window is not None:
-                hidden |= cell <= at - window
-            mask = self._masks[number, window] = _add_mask(hidden, dtype).repeat(groups, 1)
+            mask = self._masks[number, window] = _make_mask(cell, at, window, dtype).repeat(groups, 1)
         return mask
 
 
-def _add_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores; a mask of bools would be made into one in each layer."""
+def _make_mask(cell: Tensor, at: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to scores of queries `at` [T, 1]; a mask of bools would be made into one in each layer."""
+    hidden = cell > at
+    if window is not None:
+        hidden |= cell <= at - window
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 

@@ -95,23 +95,21 @@ def _alter(scores: Tensor, row: Row) -> Tensor:
     if row.allowed is not None:
         scores = scores.masked_fill(~row.allowed, -torch.inf)
     if chosen.logit_bias:
-        tokens = torch.tensor(list(chosen.logit_bias), device=scores.device)
-        scores[tokens] += torch.tensor(list(chosen.logit_bias.values()), device=scores.device)
+        scores[list(chosen.logit_bias)] += scores.new_tensor(list(chosen.logit_bias.values()))
     if chosen.repetition_penalty != 1.0:
-        seen = torch.tensor(list(row.prompt | row.counts.keys()), device=scores.device)
+        seen = list(row.prompt | row.counts.keys())
         known = scores[seen]
         scores[seen] = torch.where(known > 0, known / chosen.repetition_penalty, known * chosen.repetition_penalty)
     if row.counts and (chosen.presence_penalty or chosen.frequency_penalty):
-        seen = torch.tensor(list(row.counts), device=scores.device)
-        times = torch.tensor(list(row.counts.values()), device=scores.device)
-        scores[seen] -= chosen.presence_penalty + chosen.frequency_penalty * times
+        times = scores.new_tensor(list(row.counts.values()))
+        scores[list(row.counts)] -= chosen.presence_penalty + chosen.frequency_penalty * times
     return scores
 
 
 def _draw(scores: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[float | None]]:
     """Tokens [R] by the inverse of each row's distribution function, at its uniform number; and see `Sampled`."""
     temperatures = [max(row.sampling.temperature, _COLDEST) for row in rows]
-    scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
+    scores = scores / scores.new_tensor(temperatures)[:, None]
     uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device)
     probabilities = scores.softmax(-1).double()
     mass = probabilities.cumsum(-1)

@@ -142,12 +142,12 @@ class SlotTable:
             if slot.weights is not weights or slot.owner is answer:
                 continue
             # What an owner computes itself is a promise; one that waits, perhaps for this answer, promises nothing.
-            is_promise = slot.owner is not None and slot.owner.source is None
-            known = slot.owner.known if slot.owner is not None and is_promise else slot.tokens
+            owner = slot.owner if slot.owner is not None and slot.owner.source is None else None
+            known = slot.tokens if owner is None else owner.known
             if self._deterministic:  # cells of full chunks alone: their bits are those of computing them here
                 most = slot.num_aligned
-                if slot.owner is not None and is_promise:
-                    most = max(most, (len(slot.owner.request.prompt) - 1) // self._chunk * self._chunk)
+                if owner is not None:
+                    most = max(most, (len(owner.request.prompt) - 1) // self._chunk * self._chunk)
                 known = known[:most]
             num_common = min(count_common(known, answer.known), len(answer.known) - 1)
             if self._deterministic:  # tokens that were given have been rows, as they are again

@@ -109,9 +109,9 @@ class AdapterFinder:
             return RegisteredAdapter(
                 key, registered.version, frozenset(bases), _scale(read_state_dict(registered.ref), lora)
             )
+        except InferenceError:
+            raise
         except ShoalError as error:
-            if isinstance(error, InferenceError):
-                raise
             if known is not None:  # the registry is away
                 return known
             raise InferenceError(404, f"adapter {ref!r}: {error}", field="model") from None

@@ -34,8 +34,14 @@ class RLPopulationSpec(RLSpec):
     recorded_always = ("space",)
 
     main_fields = (
-        *("env", "members", "actors", "rounds", "steps_per_round"),
-        *("space", "algorithm.name", "model_name"),
+        "env",
+        "members",
+        "actors",
+        "rounds",
+        "steps_per_round",
+        "space",
+        "algorithm.name",
+        "model_name",
     )
     page = "libs/population.md"
 

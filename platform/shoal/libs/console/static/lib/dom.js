@@ -44,5 +44,5 @@ export function facts(pairs) {
     .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-/** A link to the page of a run, by its name where it has one. */
+/** A link to the page of a run. */
 export const runLink = (id) => (stored ? id : h("a", { href: `#/run/${encodeURIComponent(id)}` }, id));

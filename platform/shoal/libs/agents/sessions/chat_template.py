@@ -22,11 +22,17 @@ _TOOLS = re.compile(r"\btools\b")
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Json], tools: list[Json] | None, end: Json, template_fields: Mapping[str, Any]
+    tokenizer: Any,
+    messages: Sequence[Json],
+    tools: list[Json] | None,
+    end: Json = PROMPT,
+    template_fields: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a conversation.
 
-    end: how it ends: PROMPT with the begin of an answer, CONTINUED within the last message, {} with that message
+    end:             how it ends: PROMPT with the begin of an answer, CONTINUED within the last message, {} with that
+    template_fields: what the request has for the template alone
+
     Raises InferenceError (400) for messages, tools or fields that the template does not take.
     """
     with needs_extra("language"):
@@ -36,7 +42,7 @@ def render(
         if tools and not _TOOLS.search(template):
             raise InferenceError(400, "tools: the chat template of the model has none", field="tools")
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False, **end, **template_fields
+            messages, tools=tools, chat_template=template, tokenize=False, **end, **(template_fields or {})
         )
     except (TemplateError, TypeError, ValueError) as error:
         problem = f"messages: the chat template of the model refuses them: {summarize_error(error)}"
@@ -50,20 +56,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-def render_behind(
-    tokenizer: Any,
-    messages: Sequence[Json],
-    number: int,
-    tools: list[Json] | None,
-    end: Json,
-    template_fields: Mapping[str, Any],
-) -> str:
+def render_behind(tokenizer: Any, messages: Sequence[Json], number: int, *options: Any) -> str:
     """The text behind the answer that is `messages[number]`: its end token, the later messages, and the `end`.
 
-    "" where the template does not show such an answer. Raises InferenceError (400) as `render` does.
+    options: those of `render`, from the tools on
+    "" where the template does not show an answer of plain text. Raises InferenceError (400) as `render` does.
     """
     marked = [*messages[:number], {"role": "assistant", "content": _MARKER}, *messages[number + 1 :]]
-    _, marker, behind = render(tokenizer, marked, tools, end, template_fields).rpartition(_MARKER)
+    _, marker, behind = render(tokenizer, marked, *options).rpartition(_MARKER)
     return behind if marker else ""
 
 
@@ -73,12 +73,12 @@ def check_template(tokenizer: Any) -> None:
     Small conversations are rendered: plain ones, and those with thinking, a system message and, where the template has
     tools, calls. Raises ConfigError that names the problem.
     """
-    field, name = "chat_template", tokenizer.name_or_path
     remedy = "agents are trained with templates that only append: give the tokenizer one"
     if not tokenizer.chat_template:
-        raise ConfigError(field, name, "the tokenizer has none", remedy)
+        raise ConfigError("chat_template", None, "the tokenizer has none", remedy)
     for subject, messages, tools in _list_conversations():
-        if tools and not _TOOLS.search(tokenizer.get_chat_template(None, tools)):
+        template = tokenizer.get_chat_template(None, tools)
+        if tools and not _TOOLS.search(template):
             continue
         try:
             problem = _find_problem(tokenizer, messages, tools)
@@ -87,7 +87,8 @@ def check_template(tokenizer: Any) -> None:
                 continue
             problem = error.message
         if problem:
-            raise ConfigError(field, name, f"in a conversation with {subject}, {problem}", remedy)
+            begin = f"{template[:40]}..."
+            raise ConfigError("chat_template", begin, f"in a conversation with {subject}, {problem}", remedy)
 
 
 _THOUGHT = "The reef has many corals."
@@ -101,8 +102,8 @@ def _list_conversations() -> Iterator[tuple[str, list[Json], list[Json] | None]]
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "7", "tool_call_id": "call00001", "name": "count"}
     thinking = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nSeven."}
-    yield "plain answers", [question, answer, question, answer, question], None
     yield "thinking", [question, thinking, question, thinking, question], None
+    yield "plain answers", [question, answer, question, answer, question], None
     yield "a system message", [{"role": "system", "content": "Be brief."}, question, answer, question], None
     tools = [{"type": "function", "function": _TOOL}]
     yield "tool calls", [question, calling, result, answer, question, calling, result, answer, question], tools
@@ -110,19 +111,20 @@ def _list_conversations() -> Iterator[tuple[str, list[Json], list[Json] | None]]
 
 def _find_problem(tokenizer: Any, messages: list[Json], tools: list[Json] | None) -> str:
     """What a template does to earlier messages, or behind an answer; "" if it only appends."""
-    text = render(tokenizer, messages, tools, PROMPT, {})
+    text = render(tokenizer, messages, tools)
     if text.count(_THOUGHT) < sum(_THOUGHT in each["content"] for each in messages):
         return "it drops the thinking of earlier answers"
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if not text.startswith(render(tokenizer, messages[: number + 1], tools, {}, {})):
+        until = render(tokenizer, messages[: number + 1], tools, {})
+        if not text.startswith(until):
             return "it writes earlier messages in another form once there are later ones"
-        behind = render_behind(tokenizer, messages, number, tools, PROMPT, {})
+        behind = render_behind(tokenizer, messages, number, tools)
         if not behind:
             return "it does not show the text of an answer"
         if encode(tokenizer, behind)[0] not in tokenizer.added_tokens_decoder:
             return f"it ends an answer by {behind[:16]!r}, which does not begin with a special token"
-        if not text.endswith(behind):
+        if not text.endswith(behind) or len(until) + len(behind) < len(text):
             return "what it writes behind an answer depends on the answer"
     return ""

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.libs.agents.chat_template import CONTINUED, PROMPT, Json, encode, render, render_behind
+from shoal.libs.agents.sessions.chat_template import CONTINUED, PROMPT, Json, encode, render, render_behind
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")  # as they are on disk
 
@@ -144,21 +144,21 @@ class TokenTree:
         answer, is there once: sampled, or the template's, where the answer was cut or ended by another token.
         Raises InferenceError (400) for what the template refuses.
         """
-        fields, end = template_fields or {}, CONTINUED if continues else PROMPT
-        keys = hash_messages(messages, tools, fields)
-        for number in range(len(messages) - continues, 0, -1):
+        options = tools, CONTINUED if continues else PROMPT, template_fields
+        keys = hash_messages(messages, tools, template_fields)
+        for number in range(len(messages), 0, -1):
             parent = self._by_key.get(keys[number])
             if parent is None:
                 continue
-            behind = render_behind(self.tokenizer, messages, number - 1, tools, end, fields)
-            if not behind:
-                break
+            behind = render_behind(self.tokenizer, messages, number - 1, *options)
+            if not behind:  # the answer is the last message, to be continued, or is not shown
+                continue
             added = encode(self.tokenizer, behind)
             if parent.tokens[-1:].tolist() == added[:1]:
                 del added[0]
             tokens = np.concatenate([each for turn in self._list_path(parent) for each in (turn.prompt, turn.tokens)])
             return Plan((*tokens.tolist(), *added), parent, len(tokens), False, keys[-1])
-        prompt = encode(self.tokenizer, render(self.tokenizer, messages, tools, end, fields))
+        prompt = encode(self.tokenizer, render(self.tokenizer, messages, *options))
         return Plan(tuple(prompt), None, 0, bool(self.turns), keys[-1])
 
     def add(
@@ -248,10 +248,10 @@ def read_key(message: Json) -> str:
 
 
 def hash_messages(
-    messages: Sequence[Json], tools: list[Json] | None, template_fields: Mapping[str, Any]
+    messages: Sequence[Json], tools: list[Json] | None, template_fields: Mapping[str, Any] | None
 ) -> list[bytes]:
     """Keys of 16 bytes of the first 0, 1, ... and all messages. Tools and fields of the template are in each."""
-    keys = [_extend_key(b"", json.dumps([tools or None, template_fields], sort_keys=True))]
+    keys = [_extend_key(b"", json.dumps([tools or [], template_fields or {}], sort_keys=True))]
     for message in messages:
         keys.append(_extend_key(keys[-1], read_key(message)))
     return keys

@@ -100,12 +100,15 @@ class LocalSampler:
                 self._engine.cancel(number)
                 self._has_work.set()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End what runs with 503. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._has_work.set()
         self._thread.join()
+
+    async def close(self) -> None:
+        """After `stop`."""
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)

@@ -16,9 +16,9 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, HttpRequest, Send
-from shoal.libs.agents.service import SessionRules, SessionService
-from shoal.libs.agents.sessions import Session
-from shoal.libs.agents.token_tree import Plan, TokenTree, Turn
+from shoal.libs.agents.sessions.groups import AgentSession
+from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.token_tree import Plan, TokenTree, Turn
 from shoal.libs.language.api.answers import TextAnswer
 from shoal.libs.language.api.bodies import Json
 from shoal.libs.language.api.tools import ToolUse
@@ -49,7 +49,7 @@ class SessionTexts:
 
     replica = "gateway"
 
-    def __init__(self, service: SessionService, sampler: Sampler, session: Session) -> None:
+    def __init__(self, service: SessionService, sampler: Sampler, session: AgentSession) -> None:
         self.service = service
         self.sampler = sampler
         self.session = session
@@ -130,7 +130,8 @@ class SessionText:
         request, why_not = _apply_rules(request, texts.session, texts.service)
         template = self.tokenizer.chat_template or ""
         answers = [
-            _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False)) for number in range(request.num_answers)
+            _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False))
+            for number in range(request.num_answers)
         ]
         try:
             async with aclosing(texts.sampler.generate(request, call)) as events:
@@ -160,7 +161,7 @@ def plan_prompt(tree: TokenTree, prompt: TokenIds) -> Plan:
     return Plan(prompt, None, 0, bool(tree.turns), key)
 
 
-def _apply_rules(request: TextRequest, session: Session, service: SessionService) -> tuple[TextRequest, str]:
+def _apply_rules(request: TextRequest, session: AgentSession, service: SessionService) -> tuple[TextRequest, str]:
     """The request as a training session samples it, and why its answer is not learnt ("": it is)."""
     rules: SessionRules = service.rules
     if rules.max_tokens is not None:

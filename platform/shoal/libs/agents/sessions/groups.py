@@ -1,7 +1,7 @@
 """The sessions of a run, and their groups: how each ends, and what becomes of its tokens. Pure: times are given.
 
 A session is one episode of an agent elsewhere. Sessions of one task are a group: its baseline is computed when the
-group is settled, once, and travels in the segments.
+group is outcome, once, and travels in the segments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.baselines import Baseline, compute_advantages
-from shoal.libs.agents.token_tree import TrainingSegment, TokenTree, Turn
+from shoal.libs.agents.sessions.store import StoredSession
+from shoal.libs.agents.sessions.token_tree import TokenTree, TrainingSegment, Turn
 from shoal.wire.segment import Segment
 
 MAX_TASK_BYTES = 65_536
@@ -65,7 +66,7 @@ class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False)
-class Session:
+class AgentSession:
     """One session.
 
     key:         SHA-256 of its key
@@ -88,6 +89,30 @@ class Session:
     num_running: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def from_row(cls, row: StoredSession, tree: TokenTree, now_s: float) -> Self:
+        """What the file of sessions has of it, and its turns."""
+        return cls(
+            row.id,
+            row.key,
+            msgspec.json.decode(row.opening, type=Opening),
+            row.opened_at,
+            tree,
+            now_s,
+            row.group_name,
+            cast("State", row.state),
+            row.why,
+            None if row.ending is None else msgspec.json.decode(row.ending, type=Ending),
+            rewards=msgspec.json.decode(row.rewards),
+        )
+
+    def to_row(self) -> StoredSession:
+        """As it is opened."""
+        opening = msgspec.json.encode(self.opening)
+        return StoredSession(
+            self.id, self.key, self.opened_at, opening, self.group, self.state, "", None, None, b"{}", None, None
+        )
+
     @property
     def expires_at(self) -> float:
         return self.opened_at + self.opening.deadline_s
@@ -109,22 +134,22 @@ class Session:
 
 
 @dataclass(eq=False)
-class Group:
-    """Sessions of one task. left: those that may still be opened; ended_at: of its first end"""
+class SessionGroup:
+    """Sessions of one task. num_unopened: those that may still join"""
 
     name: str
-    left: int
-    members: list[Session] = field(default_factory=list)
-    ended_at: float | None = None
+    num_unopened: int
+    members: list[AgentSession] = field(default_factory=list)
+    first_end_at: float | None = None
 
     def is_complete(self, now_s: float, group_s: float) -> bool:
         """Whether all have ended, or the others have had their time."""
-        has_open = self.left or any(each.state == "open" for each in self.members)
-        return self.ended_at is not None and (not has_open or now_s >= self.ended_at + group_s)
+        has_open = self.num_unopened or any(each.state == "open" for each in self.members)
+        return self.first_end_at is not None and (not has_open or now_s >= self.first_end_at + group_s)
 
 
 @dataclass
-class SettledGroup:
+class GroupOutcome:
     """What becomes of a group.
 
     segments: to learn, with their advantage
@@ -137,7 +162,7 @@ class SettledGroup:
     name: str
     rewards: list[float]
     segments: list[Segment] = field(default_factory=list)
-    members: list[tuple[Session, float | None]] = field(default_factory=list)
+    members: list[tuple[AgentSession, float | None]] = field(default_factory=list)
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
     num_sessions: Counter[str] = field(default_factory=Counter)
     num_reserved: int = 0
@@ -145,7 +170,7 @@ class SettledGroup:
 
 @dataclass(frozen=True)
 class GroupRules:
-    """How groups are settled.
+    """How groups are outcome.
 
     baseline:  see `compute_advantages`
     group_s:   after a group's first end, within which the others must end
@@ -162,43 +187,43 @@ class GroupRules:
         """How many rewards make a group of this size worth comparing."""
         return 1 if size == 1 else max(2, self.min_group or math.ceil(size / 2))
 
-    def settle(self, group: Group) -> SettledGroup:
+    def compare(self, group: SessionGroup) -> GroupOutcome:
         """Compare the sessions that have a reward; what the others have sampled is dropped with the reason."""
-        graded = [each for each in group.members if each.reward is not None and not self._is_cut(each)]
+        graded = [each for each in group.members if each.reward is not None and not self._is_truncated(each)]
         rewards = np.array([each.reward for each in graded], np.float32)
-        settled = SettledGroup(group.name, rewards.tolist(), num_reserved=group.left)
-        size = group.left + len(group.members)
+        outcome = GroupOutcome(group.name, rewards.tolist(), num_reserved=group.num_unopened)
+        size = group.num_unopened + len(group.members)
         for each in group.members:
             if each not in graded:
-                self._drop(settled, each, "truncated" if each.state == "ended" else each.state)
+                self._drop(outcome, each, "truncated" if each.state == "ended" else each.state)
         if len(graded) < self.count_needed(size):
             for each in graded:
-                self._drop(settled, each, "group_incomplete")
-            return settled
+                self._drop(outcome, each, "group_incomplete")
+            return outcome
         advantages = compute_advantages(rewards, self.baseline)
         for session, advantage in zip(graded, advantages, strict=True):
             if advantage:
-                self._emit(settled, session, float(advantage))
+                self._emit(outcome, session, float(advantage))
             else:
-                self._drop(settled, session, "no_signal")
-        return settled
+                self._drop(outcome, session, "no_signal")
+        return outcome
 
-    def _is_cut(self, session: Session) -> bool:
+    def _is_truncated(self, session: AgentSession) -> bool:
         return self.truncated == "drop" and session.ending is not None and session.ending.truncated
 
-    def _drop(self, settled: SettledGroup, session: Session, reason: str) -> None:
-        settled.members.append((session, None))
-        settled.num_sessions[reason] += 1
+    def _drop(self, outcome: GroupOutcome, session: AgentSession, reason: str) -> None:
+        outcome.members.append((session, None))
+        outcome.num_sessions[reason] += 1
         for version, num_tokens in count_versions(session.tree.turns.values()).items():
-            settled.dropped[reason, version] += num_tokens
+            outcome.dropped[reason, version] += num_tokens
 
-    def _emit(self, settled: SettledGroup, session: Session, advantage: float) -> None:
-        settled.members.append((session, advantage))
-        settled.num_sessions[""] += 1
-        settled.segments += make_segments(session, advantage)
+    def _emit(self, outcome: GroupOutcome, session: AgentSession, advantage: float) -> None:
+        outcome.members.append((session, advantage))
+        outcome.num_sessions[""] += 1
+        outcome.segments += make_segments(session, advantage)
         for turn in session.tree.turns.values():
             if not turn.trains:
-                settled.dropped += Counter({(turn.why_not, version): num for version, num in turn.spans})
+                outcome.dropped += Counter({(turn.why_not, version): num for version, num in turn.spans})
 
 
 def count_versions(turns: Iterable[Turn]) -> Counter[int]:
@@ -210,7 +235,7 @@ def count_versions(turns: Iterable[Turn]) -> Counter[int]:
     return counts
 
 
-def make_segments(session: Session, advantage: float) -> list[Segment]:
+def make_segments(session: AgentSession, advantage: float) -> list[Segment]:
     """What is learnt of a session that has a reward."""
     assert session.reward is not None
     return [make_segment(each, session.reward, advantage) for each in session.tree.segments()]

@@ -1,6 +1,6 @@
-"""The sessions of a run as they live: opened by credit, continued, ended, settled by groups; all is written first.
+"""The sessions of a run as they live: opened by credit, continued, ended, compared in groups; all is written first.
 
-Lives on the event loop of the gateway's HTTP server. A group that is settled gives segments; those of a whole step of
+Lives on the event loop of the gateway's HTTP server. A group that is over gives segments; those of a whole step of
 the learner are handed over at once.
 """
 
@@ -13,33 +13,41 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from shoal.errors import InferenceError
-from shoal.libs.agents.credit import Credit
-from shoal.libs.agents.session_store import SessionStore, Statement, count, read_sessions
-from shoal.libs.agents.sessions import (
+from shoal.libs.agents.sessions.credit import SessionCredit
+from shoal.libs.agents.sessions.groups import (
     MAX_TASK_BYTES,
+    AgentSession,
     Ending,
-    Group,
+    GroupOutcome,
     GroupRules,
     Opening,
-    Session,
-    SettledGroup,
+    SessionGroup,
     State,
     count_versions,
     make_segments,
 )
-from shoal.libs.agents.token_tree import TokenTree, Turn
+from shoal.libs.agents.sessions.store import (
+    SessionRecords,
+    SessionStore,
+    StoredSession,
+    change_session,
+    close_step,
+    count,
+    insert_answer,
+    insert_session,
+    insert_step,
+    insert_turn,
+    renumber_step,
+)
+from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
 from shoal.wire.segment import Segment
 
 SWEEP_S = 0.25
-_OPEN = "INSERT INTO sessions (id, key, opened_at, opening, token_key, group_name) VALUES (?, ?, ?, ?, ?, ?)"
-_LOAD = "SELECT id, key, opened_at, opening, group_name, state, why, ending, ended_at, rewards FROM sessions"
-_END = "UPDATE sessions SET state = ?, why = ?, ending = ?, ended_at = ? WHERE id = ?"
 
 
 class SessionError(InferenceError):
@@ -54,8 +62,8 @@ class SessionError(InferenceError):
 class SessionRules:
     """What the run says of its sessions.
 
-    groups:          how they are settled
-    groups_per_step: settled groups that the learner takes at once
+    groups:          how they are compared
+    groups_per_step: groups that the learner takes at once
     credit:          sessions that may be open or unlearnt
     wait_s:          for credit, within a request
     temperature:     of what is sampled for training
@@ -102,13 +110,14 @@ class SessionService:
         self.rules = rules
         self.tokenizer = tokenizer
         self._store = store
+        self._records = store.records
         self._emit = emit
         self.get_version = get_version
-        self._credit = Credit(rules.credit)
-        self._sessions: dict[str, Session] = {}  # that are open
-        self._groups: dict[str, Group] = {}
+        self._credit = SessionCredit(rules.credit)
+        self._sessions: dict[str, AgentSession] = {}  # that are open
+        self._groups: dict[str, SessionGroup] = {}
         self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
-        self._settled: list[SettledGroup] = []  # of the next step
+        self._outcomes: list[GroupOutcome] = []  # of the next step
         self._steps: dict[int, Step] = {}  # handed over, by number
         self._num_steps = 0
         self.counts = Counter[str]()
@@ -117,7 +126,7 @@ class SessionService:
 
     # -- opening and ending ---------------------------------------------------------------------------------------
 
-    async def open(self, opening: Opening, token_key: str) -> tuple[Session, str]:
+    async def open(self, opening: Opening, token_key: str) -> tuple[AgentSession, str]:
         """A new session and its key; with the same idempotency key again the same one. Raises SessionError (400, 410,
         429)."""
         if self.is_over:
@@ -128,17 +137,17 @@ class SessionService:
         if opening.group_size > self._credit.total:
             problem = f"group_size = {opening.group_size}: the run takes {self._credit.total} sessions at once"
             raise SessionError(400, "invalid", problem)
-        if token_key and (known := self._store.read("SELECT id FROM sessions WHERE token_key = ?", token_key)):
-            session = self._sessions.get(known[0][0])
+        if token_key and (known := self._records.find_by_token_key(token_key)) is not None:
+            session = self._sessions.get(known.id)
             if session is None:
                 raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
             return session, await self._renew_key(session)
         name = opening.group or f"g{secrets.token_hex(10)}"
-        if opening.purpose == "train" and not await self._take_place(name, opening.group_size):
+        if opening.purpose == "train" and not await self._join_group(name, opening.group_size):
             problem = f"the run has as many sessions as it can learn from in time ({self._credit.total})"
             raise SessionError(429, "no_credit", problem, 5.0)
         now_s, key = time.time(), f"shs_{secrets.token_urlsafe(24)}"
-        session = Session(
+        session = AgentSession(
             f"s{secrets.token_hex(10)}",
             hashlib.sha256(key.encode()).digest(),
             opening,
@@ -151,17 +160,17 @@ class SessionService:
         if opening.purpose == "train":
             self._groups[name].members.append(session)
         self.counts["opened"] += 1
-        await self._store.write(Statement(_OPEN, (session.id, session.key, now_s, encoded, token_key, name)))
+        await self._store.write(insert_session(session.to_row(), token_key))
         return session, key
 
-    async def _renew_key(self, session: Session) -> str:
+    async def _renew_key(self, session: AgentSession) -> str:
         """Another key in place of one whose answer may have been lost: only its hash is kept."""
         key = f"shs_{secrets.token_urlsafe(24)}"
         session.key = hashlib.sha256(key.encode()).digest()
-        await self._store.write(Statement("UPDATE sessions SET key = ? WHERE id = ?", (session.key, session.id)))
+        await self._store.write(change_session(session.id, key=session.key))
         return key
 
-    async def _take_place(self, name: str, size: int) -> bool:
+    async def _join_group(self, name: str, size: int) -> bool:
         """A place in the group, whose first session takes the credit of all."""
         group = self._groups.get(name)
         if group is None:
@@ -171,34 +180,32 @@ class SessionService:
             if not await asyncio.shield(task):
                 return False
             group = self._groups[name]
-        if not group.left:
+        if not group.num_unopened:
             raise SessionError(400, "group_full", f"the group {name!r} has its sessions")
-        group.left -= 1
+        group.num_unopened -= 1
         return True
 
     async def _open_group(self, name: str, size: int) -> bool:
         try:
             has_credit = await self._credit.take(size, self.rules.wait_s)
             if has_credit:
-                self._groups[name] = Group(name, size)
+                self._groups[name] = SessionGroup(name, size)
             return has_credit
         finally:
             del self._opening[name]
 
-    def find(self, session_id: str) -> Session:
+    def find(self, session_id: str) -> AgentSession:
         """An open session. Raises SessionError (404, 410)."""
         session = self._sessions.get(session_id)
         if session is None:
-            row = self._store.read("SELECT state, why FROM sessions WHERE id = ?", session_id)
-            if not row:
-                raise SessionError(404, "session_unknown", "this run has never opened such a session")
-            state, why = row[0]
-            raise SessionError(410, "session_over", f"the session is over ({state}{': ' + why if why else ''})")
+            row = require_known(self._records.find(session_id))
+            why = f": {row.why}" if row.why else ""
+            raise SessionError(410, "session_over", f"the session is over ({row.state}{why})")
         if lapse := session.describe_lapse(time.time()):
             raise SessionError(410, "session_over", f"the session is over (expired: {lapse})")
         return session
 
-    def touch(self, session_id: str) -> Session:
+    def touch(self, session_id: str) -> AgentSession:
         """An open session that is in use. Raises SessionError (404, 410)."""
         session = self.find(session_id)
         session.seen_at = time.time()
@@ -208,13 +215,11 @@ class SessionService:
         """SHA-256 of a session's key, also of one that is over. Raises SessionError (404)."""
         if (session := self._sessions.get(session_id)) is not None:
             return session.key
-        if not (row := self._store.read("SELECT key FROM sessions WHERE id = ?", session_id)):
-            raise SessionError(404, "session_unknown", "this run has never opened such a session")
-        return bytes(row[0][0])
+        return require_known(self._records.find(session_id)).key
 
     def export(self, session_id: str) -> dict[str, Any]:
         """A session with its turns and segments, as plain values. Raises SessionError (404)."""
-        return export_session(self._store.path, session_id, self.tokenizer)
+        return export_session(self._records, session_id, self.tokenizer)
 
     async def end(self, session_id: str, ending: Ending) -> dict[str, Any]:
         """End a session; the same again is answered alike.
@@ -225,13 +230,12 @@ class SessionService:
         encoded = msgspec.json.encode(ending)
         session = self._sessions.get(session_id)
         if session is None:
-            row = self._store.read("SELECT state, ending FROM sessions WHERE id = ?", session_id)
-            if row and row[0][1] is not None:
-                if bytes(row[0][1]) != encoded:
-                    raise SessionError(422, "end_differs", "the session has ended with another body")
-                return self._describe_end(row[0][0], load_tree(self._store.path, session_id, self.tokenizer))
-            self.find(session_id)
-            raise AssertionError("a session that is not open was found")
+            row = require_known(self._records.find(session_id))
+            if row.ending is None:
+                self.find(session_id)
+            if row.ending != encoded:
+                raise SessionError(422, "end_differs", "the session has ended with another body")
+            return self._describe_end(row.state, load_tree(self._records, session_id, self.tokenizer))
         session.ending = ending
         state: State = "failed" if ending.failed else "ended"
         if session.reward is not None:
@@ -245,63 +249,57 @@ class SessionService:
         tokens = {"sampled": count_versions(tree.turns.values()).total(), "trains": trained}
         return {"state": state, "turns": len(tree.turns), "tokens": tokens}
 
-    async def _close(self, session: Session, state: State, why: str) -> None:
+    async def _close(self, session: AgentSession, state: State, why: str) -> None:
         """Let a session end; its group may be complete by that."""
         now_s = time.time()
         session.state, session.why = state, why
         del self._sessions[session.id]
         self.counts[state] += 1
         if (group := self._groups.get(session.group)) is not None:
-            group.ended_at = group.ended_at or now_s
+            group.first_end_at = group.first_end_at or now_s
         ending = None if session.ending is None else msgspec.json.encode(session.ending)
-        await self._store.write(Statement(_END, (state, why, ending, now_s, session.id)))
-        await self._settle(now_s)
+        await self._store.write(change_session(session.id, state=state, why=why, ending=ending, ended_at=now_s))
+        await self._close_groups(now_s)
 
     async def sweep(self) -> None:
-        """Let sessions expire, and settle groups whose time is over; until it is cancelled."""
+        """Let sessions expire, and close groups whose time is over; until it is cancelled."""
         while True:
             now_s = time.time()
             for session in list(self._sessions.values()):
                 if lapse := session.describe_lapse(now_s):
                     await self._close(session, "expired", lapse)
-            await self._settle(now_s)
+            await self._close_groups(now_s)
             await asyncio.sleep(SWEEP_S)
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
     async def write_turns(
-        self, session: Session, turns: Sequence[Turn], reply: str, answer: tuple[bytes, bytes, bytes] | None
+        self, session: AgentSession, turns: Sequence[Turn], reply: str, answer: tuple[bytes, bytes, bytes] | None
     ) -> None:
         """Put turns on the disk, and the answer (the request's key, its head and body) for who asks again."""
-        statements = [
-            Statement(
-                "INSERT INTO turns VALUES (?, ?, ?, ?)", (session.id, each.id, reply, msgspec.msgpack.encode(each))
-            )
-            for each in turns
-        ]
+        statements = [insert_turn(session.id, reply, each) for each in turns]
         sampled = count_versions(turns)
         statements += [count("sampled", version, num) for version, num in sampled.items()]
         self.counts["sampled_tokens"] += sampled.total()
         if answer is not None:
-            statements.append(Statement("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (session.id, *answer)))
+            statements.append(insert_answer(session.id, *answer))
         await self._store.write(*statements)
 
-    def find_answer(self, session: Session, request: bytes) -> tuple[bytes, bytes] | None:
+    def find_answer(self, session: AgentSession, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to this request, if it was written."""
-        rows = self._store.read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session.id, request)
-        return rows[0] if rows else None  # type: ignore[return-value]
+        return self._records.find_answer(session.id, request)
 
-    async def reward_turn(self, session: Session, reply: str, reward: float) -> None:
+    async def reward_answer(self, session: AgentSession, reply: str, reward: float) -> None:
         """Reward an answer by its id. Raises SessionError (404)."""
-        if not self._store.read("SELECT 1 FROM turns WHERE session = ? AND reply = ? LIMIT 1", session.id, reply):
+        if not self._records.has_reply(session.id, reply):
             raise SessionError(404, "turn_unknown", f"the session has no answer {reply[:80]!r}")
         session.rewards[reply] = reward
         rewards = msgspec.json.encode(session.rewards)
-        await self._store.write(Statement("UPDATE sessions SET rewards = ? WHERE id = ?", (rewards, session.id)))
+        await self._store.write(change_session(session.id, rewards=rewards))
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self, now_s: float) -> None:
+    async def _close_groups(self, now_s: float) -> None:
         for name, group in list(self._groups.items()):
             if not group.is_complete(now_s, self.rules.groups.group_s):
                 continue
@@ -309,27 +307,26 @@ class SessionService:
             for each in group.members:
                 if each.state == "open":
                     await self._close(
-                        each, "evicted", f"its group was settled without it after {self.rules.groups.group_s:g} s"
+                        each, "evicted", f"its group was closed without it after {self.rules.groups.group_s:g} s"
                     )
-            self._settled.append(self.rules.groups.settle(group))
-        while len(self._settled) >= self.rules.groups_per_step:
-            taken = self._settled[: self.rules.groups_per_step]
-            del self._settled[: len(taken)]
+            self._outcomes.append(self.rules.groups.compare(group))
+        while len(self._outcomes) >= self.rules.groups_per_step:
+            taken = self._outcomes[: self.rules.groups_per_step]
+            del self._outcomes[: len(taken)]
             await self._hand_over(taken)
 
-    async def _hand_over(self, groups: Sequence[SettledGroup]) -> None:
+    async def _hand_over(self, groups: Sequence[GroupOutcome]) -> None:
         self._num_steps += 1
         step = Step(self._num_steps)
         dropped = Counter[tuple[str, int]]()
-        statements = [Statement("INSERT INTO steps VALUES (?, 'open')", (step.number,))]
+        statements = [insert_step(step.number)]
         for group in groups:
             step.segments += group.segments
             step.num_sessions += group.num_reserved + group.num_sessions.total()
             dropped += group.dropped
             self.counts.update({f"dropped_{reason}": num for reason, num in group.num_sessions.items() if reason})
             statements += [
-                Statement("UPDATE sessions SET step = ?, advantage = ? WHERE id = ?", (step.number, advantage, each.id))
-                for each, advantage in group.members
+                change_session(each.id, step=step.number, advantage=advantage) for each, advantage in group.members
             ]
         statements += [count(reason, version, num) for (reason, version), num in dropped.items()]
         self._steps[step.number] = step
@@ -337,9 +334,9 @@ class SessionService:
         if step.segments:
             self._emit(step)
         else:
-            await self.settle_step(step.number, StepOutcome(0, {}))
+            await self.record_outcome(step.number, StepOutcome(0, {}))
 
-    async def settle_step(self, number: int, outcome: StepOutcome) -> None:
+    async def record_outcome(self, number: int, outcome: StepOutcome) -> None:
         """The learner is through with a step: count its tokens, and give back its credit.
 
         Where only some of its segments were dropped, the last ones count as those.
@@ -356,21 +353,19 @@ class SessionService:
         for (reason, _), num in tokens.items():
             self.counts[f"tokens_{reason}"] += num
         self._credit.give_back(step.num_sessions)
-        await self._store.write(
-            Statement("UPDATE steps SET state = 'settled' WHERE number = ?", (number,)), *statements
-        )
+        await self._store.write(close_step(number), *statements)
 
     # -- after a crash --------------------------------------------------------------------------------------------
 
     def restore(self, was_lost: Callable[[int], bool]) -> list[Step]:
-        """Continue with what is on the disk: sessions that are open or not settled, and steps that are not learnt.
+        """Continue with what is on the disk: sessions that are open or not in a step, and steps that are not learnt.
 
         was_lost: whether the segments of a step are to be queued again, under another number. Returns the steps to
         queue, or to wait for. Before the event loop runs.
         """
         now_s = time.time()
-        self._num_steps = self._store.read("SELECT coalesce(max(number), 0) FROM steps")[0][0]
-        for row in self._store.read(f"{_LOAD} WHERE step IS NULL"):
+        self._num_steps = self._records.find_last_step()
+        for row in self._records.list_unassigned():
             session = self._load(row, now_s)
             if session.state == "open":
                 self._sessions[session.id] = session
@@ -378,54 +373,37 @@ class SessionService:
                 size = session.opening.group_size
                 group = self._groups.get(session.group)
                 if group is None:
-                    group = self._groups[session.group] = Group(session.group, size)
-                    self._credit.left -= size
-                group.left -= 1
+                    group = self._groups[session.group] = SessionGroup(session.group, size)
+                    self._credit.available -= size
+                group.num_unopened -= 1
                 group.members.append(session)
                 if session.state != "open":
-                    group.ended_at = group.ended_at or row[8]
+                    group.first_end_at = group.first_end_at or row.ended_at
         steps = []
-        for (number,) in self._store.read("SELECT number FROM steps WHERE state = 'open' ORDER BY number"):
+        for number in self._records.list_open_steps():
             step = self._load_step(number, now_s)
             if was_lost(number):
                 self._num_steps += 1
                 step.number = self._num_steps
-                self._store.write_first(
-                    Statement("UPDATE sessions SET step = ? WHERE step = ?", (step.number, number)),
-                    Statement("UPDATE steps SET state = 'lost' WHERE number = ?", (number,)),
-                    Statement("INSERT INTO steps VALUES (?, 'open')", (step.number,)),
-                )
-            self._credit.left -= step.num_sessions
+                self._store.write_first(*renumber_step(number, step.number))
+            self._credit.available -= step.num_sessions
             self._steps[step.number] = step
             steps.append(step)
         return steps
 
-    def _load(self, row: tuple[Any, ...], now_s: float) -> Session:
-        session_id, key, opened_at, opening, group, state, why, ending, _, rewards = row
-        return Session(
-            session_id,
-            bytes(key),
-            msgspec.json.decode(opening, type=Opening),
-            opened_at,
-            load_tree(self._store.path, session_id, self.tokenizer),
-            now_s,
-            group,
-            state,
-            why,
-            None if ending is None else msgspec.json.decode(ending, type=Ending),
-            rewards=msgspec.json.decode(rewards),
-        )
+    def _load(self, row: StoredSession, now_s: float) -> AgentSession:
+        return AgentSession.from_row(row, load_tree(self._records, row.id, self.tokenizer), now_s)
 
     def _load_step(self, number: int, now_s: float) -> Step:
         step = Step(number)
         groups = set[str]()
-        for *row, advantage in self._store.read(f"{_LOAD.replace(' FROM', ', advantage FROM')} WHERE step = ?", number):
-            session = self._load(tuple(row), now_s)
+        for row in self._records.list_of_step(number):
+            session = self._load(row, now_s)
             if session.group not in groups:
                 groups.add(session.group)
                 step.num_sessions += session.opening.group_size
-            if advantage is not None:
-                step.segments += make_segments(session, advantage)
+            if row.advantage is not None:
+                step.segments += make_segments(session, row.advantage)
         return step
 
     def describe(self) -> Mapping[str, Any]:
@@ -434,37 +412,40 @@ class SessionService:
             **self.counts,
             "open": len(self._sessions),
             "waiting": self._credit.num_waiting,
-            "credit": self._credit.left,
+            "credit": self._credit.available,
             "window": self.rewards.maxlen,
             "reward": sum(self.rewards) / len(self.rewards) if self.rewards else None,
         }
 
 
-def load_tree(path: Path, session_id: str, tokenizer: Any) -> TokenTree:
+def require_known(row: StoredSession | None) -> StoredSession:
+    """Raises SessionError (404) for a session that this run has never opened."""
+    if row is None:
+        raise SessionError(404, "session_unknown", "this run has never opened such a session")
+    return row
+
+
+def load_tree(records: SessionRecords, session_id: str, tokenizer: Any) -> TokenTree:
     """The turns of a session that are on the disk."""
-    rows = read_sessions(path, "SELECT turn FROM turns WHERE session = ? ORDER BY number", session_id)
     tree = TokenTree(tokenizer)
-    tree.restore(msgspec.msgpack.decode(row[0], type=Turn) for row in rows)
+    tree.restore(records.load_turns(session_id))
     return tree
 
 
-def export_session(path: Path, session_id: str, tokenizer: Any) -> dict[str, Any]:
+def export_session(records: SessionRecords, session_id: str, tokenizer: Any) -> dict[str, Any]:
     """A session with its turns and segments, as plain values. Raises SessionError (404)."""
-    rows = read_sessions(path, "SELECT opening, state, why, ending FROM sessions WHERE id = ?", session_id)
-    if not rows:
-        raise SessionError(404, "session_unknown", "this run has never opened such a session")
-    opening, state, why, ending = rows[0]
-    tree = load_tree(path, session_id, tokenizer)
+    row = require_known(records.find(session_id))
+    tree = load_tree(records, session_id, tokenizer)
     segments = [
         {name: getattr(segment, name).tolist() for name in ("tokens", "trains", "logprobs", "versions")}
         for segment in tree.segments()
     ]
     return {
         "id": session_id,
-        **msgspec.json.decode(opening),
-        "state": state,
-        "why": why,
-        "ending": None if ending is None else msgspec.json.decode(ending),
+        **msgspec.json.decode(row.opening),
+        "state": row.state,
+        "why": row.why,
+        "ending": None if row.ending is None else msgspec.json.decode(row.ending),
         "turns": len(tree.turns),
         "segments": segments,
     }

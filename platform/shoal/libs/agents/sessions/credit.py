@@ -10,11 +10,11 @@ import asyncio
 from collections import deque
 
 
-class Credit:
+class SessionCredit:
     """total: sessions that may be open or unlearnt at once. Used on one event loop."""
 
     def __init__(self, total: int) -> None:
-        self.total = self.left = total
+        self.total = self.available = total
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
@@ -23,8 +23,8 @@ class Credit:
 
     async def take(self, num: int, timeout_s: float) -> bool:
         """Wait for the credit of `num` sessions; False when it does not come in time."""
-        if not self._waiting and num <= self.left:
-            self.left -= num
+        if not self._waiting and num <= self.available:
+            self.available -= num
             return True
         admitted = asyncio.get_running_loop().create_future()
         entry = (num, admitted)
@@ -42,11 +42,11 @@ class Credit:
 
     def give_back(self, num: int) -> None:
         """Sessions are over: learnt, or dropped."""
-        self.left += num
+        self.available += num
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self.left:
+        while self._waiting and self._waiting[0][0] <= self.available:
             num, admitted = self._waiting.popleft()
-            self.left -= num
+            self.available -= num
             admitted.set_result(None)

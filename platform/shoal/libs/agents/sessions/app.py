@@ -18,9 +18,9 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
-from shoal.libs.agents.service import SessionError, SessionService
-from shoal.libs.agents.session_texts import Sampler, SessionTexts
-from shoal.libs.agents.sessions import Ending, Opening, Session
+from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening
+from shoal.libs.agents.sessions.service import SessionError, SessionService
+from shoal.libs.agents.sessions.texts import Sampler, SessionTexts
 from shoal.libs.language.api.app import LanguageApp
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -32,10 +32,10 @@ _JSON = [(b"content-type", b"application/json")]
 Json = dict[str, Any]
 
 
-class TurnReward(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST …/rewards`. turn: the id of the answer"""
+class AnswerReward(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST …/rewards`. reply: the id of the answer"""
 
-    turn: str
+    reply: str = msgspec.field(name="turn")
     reward: float
 
 
@@ -135,13 +135,13 @@ class SessionApp:
         self._require_either(scope, session_id)
         session = self._service.touch(session_id)
         if verb == "rewards":
-            given = msgspec.json.decode(body, type=TurnReward)
-            await self._service.reward_turn(session, given.turn, given.reward)
+            given = msgspec.json.decode(body, type=AnswerReward)
+            await self._service.reward_answer(session, given.reply, given.reward)
             await _send_json(send, 200, {})
         else:
             await _reply(send, 204, [], b"")
 
-    def _describe_opened(self, scope: Scope, session: Session, key: str) -> Json:
+    def _describe_opened(self, scope: Scope, session: AgentSession, key: str) -> Json:
         origin = self._get_url() or f"{scope['scheme']}://{_find_header(scope, b'host').decode('latin-1')}"
         root = f"{origin}/s/{session.id}"
         environment = {
@@ -204,7 +204,7 @@ class SessionApp:
         await (await asyncio.shield(task)).deliver(send)
 
     async def _answer(
-        self, app: LanguageApp, scope: Scope, receive: Receive, exchange: Exchange, session: Session
+        self, app: LanguageApp, scope: Scope, receive: Receive, exchange: Exchange, session: AgentSession
     ) -> Exchange:
         session.num_running += 1
         try:

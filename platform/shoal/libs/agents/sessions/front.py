@@ -18,16 +18,18 @@ from typing import Any
 
 import uvicorn
 
+from shoal.errors import InferenceError
 from shoal.extend.rl import GatewayState, StoreSegment
-from shoal.libs.agents.app import SessionApp
-from shoal.libs.agents.local_sampler import LocalSampler
 from shoal.libs.agents.model import open_pretrained
-from shoal.libs.agents.service import SessionRules, SessionService, Step, StepOutcome
-from shoal.libs.agents.session_store import SessionStore
+from shoal.libs.agents.sessions.app import SessionApp
+from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
+from shoal.libs.agents.sessions.local_sampler import LocalSampler
+from shoal.libs.agents.sessions.service import SessionRules, SessionService, Step, StepOutcome
+from shoal.libs.agents.sessions.store import SessionStore
 from shoal.wire import DropReason
 
 ACTOR_ID = "agents"  # of all incarnations of the gateway; each step has an account of its own, by its number
-PORT = "agents_port"  # the ledger's fact: agents find the same address after a restart
+PORT, ENDPOINT = "agents_port", "agents_endpoint"  # facts of the ledger, which outlive the gateway
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class AgentsFrontSetting:
     """What the front of a run is opened with, in the gateway's process.
 
     pretrained: the folder of the model and its tokenizer
+    endpoint:   the name of the model at the endpoint that samples; "": this process does
     folder:     of the run's files
     """
 
@@ -47,6 +50,7 @@ class AgentsFrontSetting:
     slots: int = 64
     length: int | None = None
     torch_threads: int = 1
+    endpoint: str = ""
 
     def open(
         self,
@@ -76,15 +80,20 @@ class AgentsFront:
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
-        self._sampler = LocalSampler(
-            model.module,
-            model.tokenizer,
-            model.stop_tokens,
-            lambda: state.weights,
-            setting.slots,
-            setting.length,
-            setting.torch_threads,
-        )
+        self._sampler: LocalSampler | EndpointSampler
+        if setting.endpoint:
+            context = setting.length or model.context
+            self._sampler = EndpointSampler(self._find_endpoint, setting.endpoint, setting.token, context)
+        else:
+            self._sampler = LocalSampler(
+                model.module,
+                model.tokenizer,
+                model.stop_tokens,
+                lambda: state.weights,
+                setting.slots,
+                setting.length,
+                setting.torch_threads,
+            )
         self._service = SessionService(self._sessions, model.tokenizer, setting.rules, self._put, lambda: state.version)
         self._steps.extend(self._service.restore(self._was_lost))
         known = int(self._ledger.get_fact(PORT) or 0)
@@ -115,7 +124,7 @@ class AgentsFront:
                     continue
                 del self._queued[number]
                 outcome = StepOutcome(account.consumed, dict(account.dropped))
-                asyncio.run_coroutine_threadsafe(self._service.settle_step(number, outcome), self._loop)
+                asyncio.run_coroutine_threadsafe(self._service.record_outcome(number, outcome), self._loop)
 
     def _queue_step(self, step: Step) -> None:
         """Queue the segments of a step, unless an earlier gateway has."""
@@ -130,16 +139,26 @@ class AgentsFront:
         """Whether a step was in the queue of a gateway that died."""
         return self._ledger.get_account((ACTOR_ID, number)).dropped[DropReason.GATEWAY_CRASH] > 0
 
+    def connect(self, url: str) -> None:
+        """Sample at the endpoint of this address."""
+        self._ledger.set_fact(ENDPOINT, url)
+
+    def _find_endpoint(self) -> str:
+        if url := self._ledger.get_fact(ENDPOINT):
+            return url
+        raise InferenceError(503, "the endpoint that samples is on its way", retry_after_s=1.0)
+
     def get_counts(self) -> dict[str, Any]:
-        """Of its sessions, and where they are opened."""
-        return {**self._service.describe(), "url": self.url}
+        """Of its sessions, where they are opened, and where texts are sampled."""
+        endpoint = self._ledger.get_fact(ENDPOINT) or ""
+        return {**self._service.describe(), "url": self.url, "endpoint": endpoint}
 
     def close(self) -> None:
         """Refuse new sessions, end the answers in progress, and close the files. Idempotent."""
         if not self._thread.is_alive():
             return
         self._service.is_over = True
-        self._sampler.close()
+        self._sampler.stop()
         self._server.should_exit = True
         self._thread.join()
         self._sessions.close()
@@ -158,3 +177,4 @@ class AgentsFront:
             await self._server._serve([self._socket])
         finally:
             sweeping.cancel()
+            await self._sampler.close()

@@ -1,0 +1,1 @@
+"""Sessions of agents over HTTP: their tokens, groups, credit and accounts, beside the gateway of a run."""

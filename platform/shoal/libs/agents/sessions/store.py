@@ -1,0 +1,262 @@
+"""The file of a run's sessions: what was opened, sampled and answered, how each ended, and what became of its tokens.
+
+A write is on the disk when it returns (`PRAGMA synchronous=FULL`). Writes that come while one is under way are one
+transaction. One thread writes; each reading has a connection of its own, so that other processes may read as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shoal.atomic_file import connect_private, describe_newer_format, is_newer_format
+from shoal.errors import RunError
+from shoal.libs.agents.sessions.token_tree import Turn
+
+FILE_NAME = "sessions.sqlite"  # in a run's folder
+FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
+    state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, ended_at REAL, rewards BLOB DEFAULT '{}',
+    step INTEGER, advantage REAL
+);
+CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
+CREATE UNIQUE INDEX IF NOT EXISTS by_token_key ON sessions (token_key) WHERE token_key != '';
+CREATE TABLE IF NOT EXISTS steps (number INTEGER PRIMARY KEY, state TEXT);
+CREATE TABLE IF NOT EXISTS turns (session TEXT, number INTEGER, reply TEXT, turn BLOB, PRIMARY KEY (session, number));
+CREATE TABLE IF NOT EXISTS answers (
+    session TEXT, request BLOB, head BLOB, body BLOB, PRIMARY KEY (session, request)
+);
+CREATE TABLE IF NOT EXISTS counts (what TEXT, version INTEGER, tokens INTEGER, PRIMARY KEY (what, version));
+"""
+_COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
+
+
+class StoredSession(NamedTuple):
+    """A row of `sessions`: opening, ending and rewards are JSON; ending is None without one, advantage of one that is
+    not learnt. step: that has taken it; None before"""
+
+    id: str
+    key: bytes
+    opened_at: float
+    opening: bytes
+    group_name: str
+    state: str
+    why: str
+    ending: bytes | None
+    ended_at: float | None
+    rewards: bytes
+    step: int | None
+    advantage: float | None
+
+
+class Statement(NamedTuple):
+    """An SQL statement and its values."""
+
+    sql: str
+    values: Sequence[Any]
+
+
+class _Write(NamedTuple):
+    statements: Sequence[Statement]
+    loop: asyncio.AbstractEventLoop
+    written: asyncio.Future[None]
+
+
+# -- what is written ----------------------------------------------------------------------------------------------
+
+
+def insert_session(session: StoredSession, token_key: str) -> Statement:
+    """A session that is opened. token_key: the idempotency key of its opening; "" for none"""
+    values = (session.id, session.key, session.opened_at, session.opening, token_key, session.group_name)
+    return Statement(
+        "INSERT INTO sessions (id, key, opened_at, opening, token_key, group_name) VALUES (?, ?, ?, ?, ?, ?)", values
+    )
+
+
+def change_session(session_id: str, **columns: object) -> Statement:
+    """Other values of some columns."""
+    names = ", ".join(f"{name} = ?" for name in columns)
+    return Statement(f"UPDATE sessions SET {names} WHERE id = ?", (*columns.values(), session_id))
+
+
+def insert_turn(session_id: str, reply: str, turn: Turn) -> Statement:
+    """reply: the id of the answer that brought it"""
+    return Statement(
+        "INSERT INTO turns VALUES (?, ?, ?, ?)", (session_id, turn.id, reply, msgspec.msgpack.encode(turn))
+    )
+
+
+def insert_answer(session_id: str, request: bytes, head: bytes, body: bytes) -> Statement:
+    """The answer to a request, for who asks again."""
+    return Statement("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (session_id, request, head, body))
+
+
+def insert_step(number: int) -> Statement:
+    return Statement("INSERT INTO steps VALUES (?, 'open')", (number,))
+
+
+def close_step(number: int) -> Statement:
+    """The learner is through with it."""
+    return Statement("UPDATE steps SET state = 'closed' WHERE number = ?", (number,))
+
+
+def renumber_step(number: int, another: int) -> tuple[Statement, ...]:
+    """The segments of a step are queued again, as another one."""
+    return (
+        Statement("UPDATE sessions SET step = ? WHERE step = ?", (another, number)),
+        Statement("UPDATE steps SET state = 'lost' WHERE number = ?", (number,)),
+        insert_step(another),
+    )
+
+
+def count(what: str, version: int, num_tokens: int) -> Statement:
+    """Add to an account: `sampled`, `learned` or the reason of a drop, by the version that sampled the tokens."""
+    return Statement(_COUNT, (what, version, num_tokens))
+
+
+class SessionStore:
+    """The sessions of one run, in `folder`. Raises RunError for a file of a later release."""
+
+    def __init__(self, folder: Path) -> None:
+        self.records = SessionRecords(folder)
+        path = self.records.path
+        self._database = connect_private(path, check_same_thread=False, isolation_level=None)
+        found = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if is_newer_format(found, FORMAT):
+            raise RunError(describe_newer_format(path, found, FORMAT))
+        self._database.executescript(
+            f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA user_version={FORMAT}; {_SCHEMA}"
+        )
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="session-store", daemon=True)
+        self._thread.start()
+
+    async def write(self, *statements: Statement) -> None:
+        """Return when all are on the disk. Raises sqlite3.Error: none is."""
+        loop = asyncio.get_running_loop()
+        written = loop.create_future()
+        self._writes.put(_Write(statements, loop, written))
+        await written
+
+    def write_first(self, *statements: Statement) -> None:
+        """Write before any other thread does. Raises sqlite3.Error."""
+        self._execute(statements)
+
+    def close(self) -> None:
+        """Write what waits, and close the file. Idempotent."""
+        if self._thread.is_alive():
+            self._writes.put(None)
+            self._thread.join()
+            self._database.close()
+
+    def _execute(self, statements: Sequence[Statement]) -> None:
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            for statement in statements:
+                self._database.execute(statement.sql, statement.values)
+
+    def _write_all(self) -> None:
+        for writes in self._take_rounds():
+            try:
+                self._execute([statement for write in writes for statement in write.statements])
+            except sqlite3.Error as error:
+                for write in writes:
+                    write.loop.call_soon_threadsafe(_fail, write.written, error)
+            else:
+                for write in writes:
+                    write.loop.call_soon_threadsafe(_succeed, write.written)
+
+    def _take_rounds(self) -> Iterator[list[_Write]]:
+        while (first := self._writes.get()) is not None:
+            writes = [first]
+            is_last = False
+            while not self._writes.empty() and not is_last:
+                write = self._writes.get()
+                if write is None:
+                    is_last = True
+                else:
+                    writes.append(write)
+            yield writes
+            if is_last:
+                return
+
+
+def _succeed(written: asyncio.Future[None]) -> None:
+    if not written.done():
+        written.set_result(None)
+
+
+def _fail(written: asyncio.Future[None], error: Exception) -> None:
+    if not written.done():
+        written.set_exception(error)
+
+
+class SessionRecords:
+    """Reads the sessions in a run's folder, also while the run is on; from any thread or process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE_NAME
+
+    def find(self, session_id: str) -> StoredSession | None:
+        return next(iter(self._select("id = ?", session_id)), None)
+
+    def find_by_token_key(self, token_key: str) -> StoredSession | None:
+        """The session that was opened with this idempotency key."""
+        return next(iter(self._select("token_key = ?", token_key)), None)
+
+    def list_all(self) -> list[StoredSession]:
+        """In the order of their opening."""
+        return self._select("TRUE ORDER BY opened_at")
+
+    def list_unassigned(self) -> list[StoredSession]:
+        """Those that no step has taken."""
+        return self._select("step IS NULL")
+
+    def list_of_step(self, number: int) -> list[StoredSession]:
+        return self._select("step = ?", number)
+
+    def list_open_steps(self) -> list[int]:
+        """Steps that the learner is not through with, in order."""
+        return [number for (number,) in self._read("SELECT number FROM steps WHERE state = 'open' ORDER BY number")]
+
+    def find_last_step(self) -> int:
+        """The highest number; 0 before the first."""
+        return int(self._read("SELECT coalesce(max(number), 0) FROM steps")[0][0])
+
+    def load_turns(self, session_id: str) -> list[Turn]:
+        rows = self._read("SELECT turn FROM turns WHERE session = ? ORDER BY number", session_id)
+        return [msgspec.msgpack.decode(row[0], type=Turn) for row in rows]
+
+    def find_answer(self, session_id: str, request: bytes) -> tuple[bytes, bytes] | None:
+        """The head and the body of the answer to a request."""
+        rows = self._read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session_id, request)
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    def has_reply(self, session_id: str, reply: str) -> bool:
+        """Whether an answer of this id has brought a turn."""
+        return bool(self._read("SELECT 1 FROM turns WHERE session = ? AND reply = ? LIMIT 1", session_id, reply))
+
+    def count_tokens(self) -> dict[str, dict[int, int]]:
+        """The accounts: tokens by what became of them, and by version."""
+        counts: dict[str, dict[int, int]] = {}
+        for what, version, num_tokens in self._read("SELECT what, version, tokens FROM counts"):
+            counts.setdefault(what, {})[version] = num_tokens
+        return counts
+
+    def _select(self, condition: str, *values: object) -> list[StoredSession]:
+        rows = self._read(f"SELECT {', '.join(StoredSession._fields)} FROM sessions WHERE {condition}", *values)
+        return [StoredSession(*row) for row in rows]
+
+    def _read(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as database:
+            return database.execute(sql, values).fetchall()

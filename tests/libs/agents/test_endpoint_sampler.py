@@ -1,0 +1,72 @@
+"""An endpoint's replicas as a sampler: the events are those of the engine, also where the replica changes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+from tests.libs.language.tiny_served import EngineModel, Models, serve_tiny
+
+from shoal.errors import InferenceError
+from shoal.extend.serve import Caller
+from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
+from shoal.libs.language.engine import Sampling, TextRequest, TokenEvent
+from shoal.libs.language.text_model import TextCall
+
+CALL = TextCall(Caller("agent"))
+REQUEST = TextRequest((1, 2, 3), Sampling(temperature=1.0, seed=7), max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture(scope="module")
+def port(models: Models) -> Iterator[int]:
+    with serve_tiny(models) as port:
+        yield port
+
+
+async def collect(events: AsyncIterator[TokenEvent]) -> list[TokenEvent]:
+    return [event async for event in events]
+
+
+def sample(port: int, request: TextRequest, model: str = "tiny") -> list[TokenEvent]:
+    async def ask() -> list[TokenEvent]:
+        sampler = EndpointSampler(lambda: f"http://127.0.0.1:{port}", model, "x", 2048)
+        try:
+            return await collect(sampler.generate(request, CALL))
+        finally:
+            await sampler.close()
+
+    return asyncio.run(ask())
+
+
+def test_the_events_are_those_of_the_engine(port: int) -> None:
+    model = EngineModel("tiny")
+    expected = asyncio.run(collect(model.generate(REQUEST, CALL)))
+    got = sample(port, REQUEST)
+    for name in ("token", "version"):
+        assert [getattr(each, name) for each in got] == [getattr(each, name) for each in expected]
+    assert [each.logprob for each in got] == pytest.approx([each.logprob for each in expected], abs=1e-5)
+    assert "".join(each.text for each in got) == "".join(each.text for each in expected)
+    assert got[-1].finish == "length"
+
+
+def test_how_likely_a_token_was_where_sampling_is_not_plain(port: int) -> None:
+    cold = replace(REQUEST, sampling=Sampling(temperature=0.5, seed=7), behaviour=True)
+    assert all(each.behaviour_logprob is not None for each in sample(port, cold))
+    assert {each.behaviour_logprob for each in sample(port, REQUEST)} == {None}
+
+
+def test_several_answers_are_as_many_requests(port: int) -> None:
+    got = sample(port, replace(REQUEST, sampling=Sampling(temperature=1.0), num_answers=3))
+    assert sorted(each.index for each in got if each.finish) == [0, 1, 2]
+    assert [sum(each.index == index for each in got) for index in range(3)] == [12] * 3
+
+
+def test_a_refusal_names_its_field(port: int) -> None:
+    with pytest.raises(InferenceError, match="context") as caught:
+        sample(port, replace(REQUEST, prompt=(1,) * 4000))
+    assert caught.value.status == 400
