@@ -194,9 +194,9 @@ def test_the_batch_after_a_step_has_no_token_of_the_present_weights(folder: Path
 
 
 def test_rows_of_several_segments_are_learnt_as_padded_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = make(folder, minibatch_tokens=24)
+    packed = make(folder, minibatch_tokens=1000)
     monkeypatch.setattr("shoal.libs.hf.tasks.PACKABLE", ())
-    padded = make(folder, minibatch_tokens=24)
+    padded = make(folder, minibatch_tokens=1000)
     assert (packed._is_packed, padded._is_packed) == (True, False)
     metrics = [update(each, make_batch(each)) for each in (packed, padded)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)

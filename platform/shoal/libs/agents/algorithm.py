@@ -245,7 +245,7 @@ class TextPolicyGradient(Algorithm):
     def _divide(self, batch: ExperienceBatch) -> Iterator[MicroBatch]:
         """The segments that have trained tokens, in parts."""
         num_trained, *_ = _describe_segments(batch)
-        for chosen in divide_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens, self._is_packed):
+        for chosen in divide_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens):
             yield make_micro_batch(batch, chosen, self._is_packed, self.device)
 
     def _choose(self, part: MicroBatch, per_step: np.ndarray) -> Tensor:
@@ -266,38 +266,38 @@ class TextPolicyGradient(Algorithm):
         return log_pi, entropies
 
 
-def divide_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int, is_packed: bool) -> list[list[int]]:
+def divide_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int) -> list[list[int]]:
     """Divide the chosen segments (bool [S]) into parts of at most `limit` tokens, padding included, or of one segment;
     those of similar lengths stand together."""
     parts: list[list[int]] = []
-    num_tokens = 0
     for index in np.argsort(lengths, kind="stable"):
         if not is_chosen[index]:
             continue
-        length = int(lengths[index])
-        num_tokens = num_tokens + length if is_packed or not parts else length * (len(parts[-1]) + 1)
-        if not parts or num_tokens > limit:
+        if not parts or lengths[index] * (len(parts[-1]) + 1) > limit:
             parts.append([])
-            num_tokens = length
         parts[-1].append(int(index))
     return parts
 
 
 def make_micro_batch(batch: ExperienceBatch, chosen: list[int], is_packed: bool, device: torch.device) -> MicroBatch:
-    """Lay the chosen segments of a batch end to end in one row, or pad each to a row of its own."""
-    starts = np.cumsum(batch.lengths) - batch.lengths
-    rows = [slice(starts[index] + index, starts[index] + index + batch.lengths[index]) for index in chosen]
-    tokens = [batch.observations[each].astype(np.int64) for each in rows]
-    trains = [batch.extras[TRAINS][each] for each in rows]
-    steps = [starts[index] + np.flatnonzero(each) for index, each in zip(chosen, trains, strict=True)]
-    layout = [np.arange(len(each)) if is_packed else np.ones_like(each) for each in tokens]
-    if is_packed:
-        arrays = [np.concatenate(each)[None] for each in (tokens, layout, trains)]
-    else:
-        longest = max(map(len, tokens))
-        arrays = [np.stack([np.pad(row, (0, longest - len(row))) for row in each]) for each in (tokens, layout, trains)]
+    """Lay the chosen segments of a batch in rows as long as the longest one, each in a row of its own; packed, with as
+    many as fit. Attention takes the square of a row."""
+    lengths, longest = batch.lengths, batch.lengths[chosen].max()
+    starts = np.cumsum(lengths) - lengths + np.arange(len(lengths))  # of observations
+    rows: list[list[int]] = []
+    for index in chosen:
+        if not (is_packed and rows and lengths[[*rows[-1], index]].sum() <= longest):
+            rows.append([])
+        rows[-1].append(index)
+
+    spans = [np.concatenate([starts[index] + np.arange(lengths[index]) for index in row]) for row in rows]
+    steps = np.concatenate(spans) - np.repeat(chosen, lengths[chosen])  # a segment has one observation more
+    positions = np.concatenate([np.arange(each + 1) for each in lengths])
+    layout = positions if is_packed else np.ones_like(positions)
+    values = (batch.observations.astype(np.int64), layout, batch.extras[TRAINS])
+    arrays = [np.stack([np.pad(each[span], (0, longest - len(span))) for span in spans]) for each in values]
     on_device = [torch.from_numpy(each).to(device) for each in arrays]
-    return MicroBatch(on_device[0], on_device[1], on_device[2], np.concatenate(steps))
+    return MicroBatch(on_device[0], on_device[1], on_device[2], steps[batch.extras[TRAINS][np.concatenate(spans)]])
 
 
 def _describe_segments(batch: ExperienceBatch) -> np.ndarray:
