@@ -26,9 +26,9 @@ from benchmarks.result import Row, compare, options, write
 from shoal.libs.agents.algorithm import TextPolicyGradient
 from shoal.libs.agents.baselines import compute_advantages
 from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
-from shoal.libs.agents.sessions import make_segment
+from shoal.libs.agents.sessions.groups import make_segment
+from shoal.libs.agents.sessions.token_tree import TrainingSegment
 from shoal.libs.agents.spec import AgentsSpec
-from shoal.libs.agents.token_tree import TrainingSegment
 from shoal.rl.experience.queue import ExperienceBatch
 
 BAR, NOISE, TIMEOUT_S = 1e-5, 0.3, 600.0

@@ -25,7 +25,7 @@ from benchmarks.agents.letters import compute_reward, pretrain, tasks
 from benchmarks.agents.run import TOKEN, make_spec
 from benchmarks.children import scratch
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
-from shoal.libs.agents.session_store import FILE_NAME, read_sessions
+from shoal.libs.agents.sessions.store import SessionRecords
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
 from shoal.rl.local_loop import LocalLoop
@@ -113,21 +113,13 @@ def measure(algorithm: dict[str, Any], num_tokens: int, folder: Path) -> tuple[n
         differences = Differences(loop.learner.algorithm)
         asyncio.run(play_until(loop.gateway.stats()["sessions"]["url"], differences, num_tokens))
         num_updates = loop.learner.stats()["updates"]
-    turns = read_turns(folder)
+    records = SessionRecords(folder)
+    turns = [turn for session in records.list_all() for turn in records.load_turns(session.id)]
     num_swapped = sum(len(each.spans) > 1 for each in turns)
     num_branches = sum(each.parent is None for each in turns)
     found = np.concatenate(differences.found)
     note = f"{len(found):,} tokens, {num_updates} updates; of {len(turns):,} answers {num_swapped} under two versions"
     return found, f"{note}, {len(turns) - num_branches} that continue another"
-
-
-def read_turns(folder: Path) -> list[Any]:
-    import msgspec
-
-    from shoal.libs.agents.token_tree import Turn
-
-    rows = read_sessions(folder / FILE_NAME, "SELECT turn FROM turns")
-    return [msgspec.msgpack.decode(row[0], type=Turn) for row in rows]
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.agents.run WAY '{"folder": ..., "spec": {...}, "seed": 0}'
 
-WAY: `within` samples in the gateway's process, without HTTP; `driver` is that of `shoal run agents`; `stock` the
-client of OpenAI, in a process of .venv-clients. Says its first line when all is up; then takes `{"steps": N, "reward": R,
+WAY: `within` samples in the gateway's process, without HTTP; `driver` is that of `shoal run agents`; `stock` the client
+of OpenAI, in a process of .venv-clients. Says its first line when all is up. Then it takes `{"steps": N, "reward": R,
 "timeout_s": T}`, learns N steps, or until the last 256 answers have a mean reward of R, and says what was measured.
 Seconds begin with the first session.
 """
@@ -51,9 +51,9 @@ def make_spec(folder: Path, algorithm: dict[str, Any] | None = None, **fields: A
 async def play_within(front: Any, folder: Path, num_groups: int, group_size: int, seed: int) -> None:
     """Episodes in the gateway's event loop until the run is over: what a session does, without HTTP and JSON."""
     from shoal.extend.serve import Caller
-    from shoal.libs.agents.service import SessionError
-    from shoal.libs.agents.session_texts import SessionTexts
-    from shoal.libs.agents.sessions import Ending, Opening
+    from shoal.libs.agents.sessions.groups import Ending, Opening
+    from shoal.libs.agents.sessions.service import SessionError
+    from shoal.libs.agents.sessions.texts import SessionTexts
     from shoal.libs.language.engine import Sampling, TextRequest
     from shoal.libs.language.text_model import TextCall
 
@@ -86,7 +86,7 @@ async def play_within(front: Any, folder: Path, num_groups: int, group_size: int
 
 def make_within(setting: Any, num_groups: int, group_size: int, seed: int) -> Any:
     """The front of a gateway's setting, which plays by itself."""
-    from shoal.libs.agents.front import AgentsFrontSetting
+    from shoal.libs.agents.sessions.front import AgentsFrontSetting
 
     @dataclass(frozen=True)
     class WithinSetting(AgentsFrontSetting):

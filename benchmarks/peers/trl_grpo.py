@@ -9,6 +9,7 @@ A batch is a JSON file (benchmarks/agents/gradient.py). A child that trains take
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def compute_gradients(batch: dict[str, Any], model: str, dtype: torch.dtype, fol
     network.train()
     inputs = make_inputs(batch["rows"], dtype, tokenizer.pad_token_id, is_rloo)
     bounds = [*range(0, len(batch["rows"]), batch["micro_batch"] or len(batch["rows"])), len(batch["rows"])]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         part = {name: each[begin:end] if each.ndim else each for name, each in inputs.items()}
         loss = trainer._compute_loss(network, part)
         (loss * (end - begin) / len(batch["rows"]) if is_rloo else loss).backward()
