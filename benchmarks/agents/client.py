@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import openai
 
-from benchmarks.agents.letters import MAX_TOKENS, compute_reward, tasks
+from benchmarks.agents.letters import MAX_TOKENS, REWARDS, tasks
 
 SESSIONS = "/shoal/v1/sessions"
 
@@ -38,7 +38,7 @@ async def play(http: Any, chosen: argparse.Namespace, group: str, task: dict[str
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": task["prompt"]}]
         answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=chosen.max_tokens)
         text = answer.choices[0].message.content
-    reward = compute_reward(text, task["data"]["answer"])
+    reward = REWARDS[chosen.reward](text, task["data"]["answer"])
     ended = await http.post(f"{chosen.url}{SESSIONS}/{session['id']}/end", json={"reward": reward}, headers=driver)
     ended.raise_for_status()
 
@@ -50,6 +50,7 @@ async def main() -> None:
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--reward", choices=REWARDS, default="letters")
     chosen = parser.parse_args()
     asyncio.get_running_loop().add_reader(0, lambda: sys.exit(0))
     seeds = itertools.count(chosen.seed)

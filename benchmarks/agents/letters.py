@@ -42,6 +42,14 @@ def compute_reward(text: str, answer: str) -> float:
     return 1.0 if text == answer else sum(a == b for a, b in zip(text, answer, strict=False)) / 10
 
 
+def compute_vowel_reward(text: str, answer: str) -> float:
+    """The share of vowels: for a model that writes sentences, which hardly ever get the same reward."""
+    return sum(each in "aeiou" for each in text) / max(1, len(text))
+
+
+REWARDS = {"letters": compute_reward, "vowels": compute_vowel_reward}
+
+
 def make_tokenizer() -> Any:
     """A token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

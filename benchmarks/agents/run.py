@@ -1,6 +1,6 @@
 """A run of ours as a child: gateway and learner as Ray workers, as `shoal run agents` starts them, and who drives it.
 
-    python -m benchmarks.agents.run WAY '{"folder": ..., "spec": {...}, "seed": 0}'
+    python -m benchmarks.agents.run WAY '{"folder": ..., "spec": {...}, "seed": 0, "client": []}'
 
 WAY: `within` samples in the gateway's process, without HTTP; `driver` is that of `shoal run agents`; `stock` the client
 of OpenAI, in a process of .venv-clients. Says its first line when all is up. Then it takes `{"steps": N, "reward": R,
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,11 @@ from typing import Any
 import psutil
 
 from benchmarks.agents.letters import compute_reward, tasks
-from benchmarks.children import ROOT, Child
+from benchmarks.children import OUR_PYTHON, ROOT, Child
 from benchmarks.talk import commands, say
 
 CLIENTS_PYTHON = str(ROOT / ".venv-clients" / "bin" / "python")
-POLL_S, START_S = 0.05, 120.0
+POLL_S, START_S, READY_S = 0.05, 120.0, 240.0
 GO = "go"  # a file in the run's folder, for sessions in the gateway's process
 TOKEN = os.urandom(16).hex()
 
@@ -98,6 +99,15 @@ def make_within(setting: Any, num_groups: int, group_size: int, seed: int) -> An
     return WithinSetting(**vars(setting))
 
 
+def run_child(way: str, spec: dict[str, Any], folder: Path, seed: int, *client: str, **asked: Any) -> dict[str, Any]:
+    """What a run says, in a child of its own. client: further words for the stock client"""
+    setting = {"folder": str(folder / uuid.uuid4().hex[:8]), "spec": spec, "seed": seed, "client": client}
+    words = [OUR_PYTHON, "-m", "benchmarks.agents.run", way, json.dumps(setting)]
+    with Child(words, folder, {"SHOAL_HOME": str(folder / "home")}, ray_folder=folder / "ray") as child:
+        child.answer(READY_S)
+        return child.ask(READY_S + asked["timeout_s"], **asked)
+
+
 class Run:
     """The workers of a run, and what they say."""
 
@@ -123,7 +133,7 @@ class Run:
         setting = make_setting(spec, folder, TOKEN, folder.name)
         setting.site.prepare()
         self.num_sessions, self.seed, self.folder = spec.credit, asked["seed"], folder
-        self._closing, self._way = closing, way
+        self._closing, self._way, self.client_words = closing, way, asked.get("client", [])
         if way == "within":
             size = spec.text_algorithm.group_size
             setting = replace(setting, front=make_within(setting.front, spec.credit // size, size, asked["seed"]))
@@ -144,7 +154,7 @@ class Run:
             command = [sys.executable, "-m", "shoal.libs.agents.driver", *words, "--lifeline"]
             command += ["--env", "benchmarks.agents.letters:grade"]
         else:
-            command = [CLIENTS_PYTHON, "-m", "benchmarks.agents.client", *words]
+            command = [CLIENTS_PYTHON, "-m", "benchmarks.agents.client", *words, *self.client_words]
         driver = Child(command, self.folder, {"SHOAL_TOKEN": TOKEN, "PYTHONDONTWRITEBYTECODE": ""})
         self._closing.callback(driver.close)
 

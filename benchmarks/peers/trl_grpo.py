@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from benchmarks.agents.letters import CLIP, GROUP_SIZE, GROUPS, LEARNING_RATE, MAX_TOKENS, compute_reward, tasks
+from benchmarks.agents.letters import CLIP, GROUP_SIZE, GROUPS, LEARNING_RATE, MAX_TOKENS, REWARDS, tasks
 from benchmarks.talk import commands, say
 
 WINDOW = 4  # steps
@@ -119,7 +119,8 @@ def train(model: str, asked: dict[str, Any]) -> dict[str, Any]:
     rows = [{"prompt": [{"role": "user", "content": task["prompt"]}], **task["data"]} for task in made]
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
-        return [compute_reward(each[0]["content"], right) for each, right in zip(completions, answer, strict=True)]
+        compute = REWARDS[asked.get("rewards", "letters")]
+        return [compute(each[0]["content"], right) for each, right in zip(completions, answer, strict=True)]
 
     watch = Watch(asked.get("reward"), asked["timeout_s"])
     with tempfile.TemporaryDirectory() as folder:
