@@ -17,10 +17,10 @@ import numpy as np
 from msgspec import Meta
 
 from shoal.errors import InferenceError
+from shoal.extend.rl import Segment
 from shoal.libs.agents.baselines import Baseline, compute_advantages
 from shoal.libs.agents.sessions.store import StoredSession
 from shoal.libs.agents.sessions.token_tree import TokenTree, TrainingSegment, Turn
-from shoal.wire.segment import Segment
 
 MAX_TASK_BYTES = 65_536
 State = Literal["open", "ended", "failed", "expired", "evicted"]
