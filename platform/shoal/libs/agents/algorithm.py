@@ -98,15 +98,13 @@ class TextPolicyGradient(Algorithm):
         assert isinstance(spec.algorithm, PolicyGradientTextConfig)
         self._config = config = spec.algorithm
         self.device = find_device(spec)
-        task = _make_task(config, config.lora)
+        task = _make_task(config, config.lora or None)
         self._is_packed: bool = task.is_packed
         self.model = task.model().eval()
-        if config.lora is None:
+        if not config.lora:
             load_initial_weights(self.model, task.initial_weights())
         self.model.to(self.device)
-        self.normalizer = (
-            Normalizer(spec, experience) if config.lora is None else AdapterNormalizer(spec, experience, task)
-        )
+        self.normalizer = AdapterNormalizer(spec, experience, task) if config.lora else Normalizer(spec, experience)
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True

@@ -37,7 +37,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
 
     pretrained:      the model: a folder, a GGUF file, `org/name` in the hub's cache, or NAME@VERSION of the registry
     lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained alone, and published merged into the
-                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy
+                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
     learning_rate:   of AdamW, constant. 1e-6 is for all weights of a pretrained model; adapters take 1e-5 to 1e-4
     weight_decay:    of AdamW
     max_grad_norm:   of the loss's gradient
@@ -55,7 +55,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     """
 
     pretrained: str = ""
-    lora: dict[str, Any] | None = None
+    lora: dict[str, Any] = Field(default={})
     learning_rate: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
