@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from shoal.errors import SpecMismatch
+from shoal.libs.agents.algorithm import arrange_segments
 from shoal.libs.agents.baselines import compute_advantages
 from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
@@ -194,9 +195,12 @@ def test_the_batch_after_a_step_has_no_token_of_the_present_weights(folder: Path
 
 
 def test_rows_of_several_segments_are_learnt_as_padded_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = make(folder, minibatch_tokens=24)
+    lengths, is_chosen = np.array(LENGTHS), np.ones(5, bool)
+    assert arrange_segments(lengths, is_chosen, 40, is_packed=True) == [[[2], [0, 3], [4, 1]]]
+    assert arrange_segments(lengths, is_chosen, 20, is_packed=False) == [[[2]], [[0], [4]], [[1], [3]]]
+    packed = make(folder, minibatch_tokens=40)
     monkeypatch.setattr("shoal.libs.hf.tasks.PACKABLE", ())
-    padded = make(folder, minibatch_tokens=24)
+    padded = make(folder, minibatch_tokens=20)
     assert (packed._is_packed, padded._is_packed) == (True, False)
     metrics = [update(each, make_batch(each)) for each in (packed, padded)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)

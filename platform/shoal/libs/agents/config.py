@@ -49,7 +49,8 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     kl_cost:         weight of the divergence from the reference, for a nat and token; 0: there is no reference
     reference:       NAME@VERSION of the registry; "": the weights that the run has begun with. A resumed run needs the
                      same ones
-    minibatch_tokens: tokens that are computed together: whole segments, at least one. The gradient is the batch's sum
+    minibatch_tokens: tokens that are computed together, padding included: whole segments, at least one; the gradient of
+                     a batch is their sum
     group_size:      answers to a prompt, which are compared
     groups_per_step: prompts whose answers are a batch
     """
