@@ -341,7 +341,8 @@ def test_a_learner_that_dies_takes_its_segments_with_it(folder: Path) -> None:
 
 def test_a_learner_takes_all_that_is_queued_as_one_step(folder: Path, tmp_path: Path) -> None:
     queue, store = ExperienceQueue(64, Ledger()), WeightStore()
-    learner = Learner(make_spec(folder), EXPERIENCE, queue, store, tmp_path)
+    spec = make_spec(folder).override([f"gateway.queue_capacity={len(LENGTHS)}"])
+    learner = Learner(spec, EXPERIENCE, queue, store, tmp_path)
     segments = make_segments(learner.spec.algorithm)  # type: ignore[arg-type]
     for seq, segment in enumerate(segments, 1):
         segment.versions[:] = 1
