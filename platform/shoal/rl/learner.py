@@ -97,7 +97,8 @@ class Learner:
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
         self._lease = BatchLease(source, request)
         check = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
-        self._evidence = None if spec.algorithm.is_off_policy else check
+        is_checked = not (spec.algorithm.is_off_policy or spec.algorithm.takes_all)
+        self._evidence = check if is_checked else None
         self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
         self.thread = threading.Thread(target=self.run_as_thread, name="learner", daemon=True)
