@@ -34,7 +34,7 @@ from shoal_program import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("", "bash", "sh")
 OF_OTHERS = {  # programs of which a test here can know nothing
-    *("aws", "cd", "curl", "docker", "echo", "eval", "export", "grep", "head", "helm", "kubectl", "ssh", "tail"),
+    *("aws", "cd", "cp", "curl", "docker", "echo", "eval", "export", "grep", "head", "helm", "kubectl", "ssh", "tail"),
     *("./catch", "g++", "mcs", "mono"),
     *("godot3-server", "node", "npm", "pip", "printf", "python3", "ray", "source"),
 }

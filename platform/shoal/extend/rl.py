@@ -32,5 +32,6 @@ if TYPE_CHECKING:
     from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec, LearnerSpec, RecordSpec
     from shoal.rl.ray_workers import ActorLearnerWorkers
     from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
+    from shoal.wire.segment import Segment
 
 __getattr__ = load_on_demand(__name__)

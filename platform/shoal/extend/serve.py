@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shoal.serve.model.precision import PrecisionConverter
     from shoal.serve.model.predictor import LoadedModel, Predictor
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
+    from shoal.serve.on_ray.deployment import deploy
     from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
     from shoal.serve.protocol.model_metadata import to_tensor_metadata
     from shoal.serve.protocol.pipeline import (

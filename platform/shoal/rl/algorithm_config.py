@@ -42,7 +42,7 @@ class AlgorithmConfig(Spec):
     segment_length: environment steps in a segment, at most, unless the run's `segment_length` is given
     batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given
     batch_growth:  at most so many times as many, when the learner has fallen behind
-    takes_all:     a batch is always of up to so many: all that is queued, as whoever fills the queue has put together
+    takes_all:     a batch is always of up to so many: all that is queued, which the gateway itself has put together
     updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
     """
 

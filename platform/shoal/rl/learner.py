@@ -92,11 +92,13 @@ class Learner:
         numbering = folder / VERSIONS_FILE, after, bool(used_version), self.updates
         self._versions = PublishedVersions(sink, *numbering, *self._published)
         # Actors that do not pause fill one half of the queue while the learner has the other.
-        max_segments = max(1, spec.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
+        has_all = spec.algorithm.pauses_actors or spec.algorithm.takes_all
+        max_segments = max(1, spec.queue_capacity // (1 if has_all else 2))
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
         self._lease = BatchLease(source, request)
         check = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
-        self._evidence = None if spec.algorithm.is_off_policy else check
+        is_checked = not (spec.algorithm.is_off_policy or spec.algorithm.takes_all)
+        self._evidence = check if is_checked else None
         self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
         self.thread = threading.Thread(target=self.run_as_thread, name="learner", daemon=True)

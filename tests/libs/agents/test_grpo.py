@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from shoal.errors import SpecMismatch
+from shoal.libs.agents.algorithm import arrange_segments
 from shoal.libs.agents.baselines import compute_advantages
 from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
@@ -194,9 +195,12 @@ def test_the_batch_after_a_step_has_no_token_of_the_present_weights(folder: Path
 
 
 def test_rows_of_several_segments_are_learnt_as_padded_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = make(folder, minibatch_tokens=1000)
+    lengths, is_chosen = np.array(LENGTHS), np.ones(5, bool)
+    assert arrange_segments(lengths, is_chosen, 40, is_packed=True) == [[[2], [0, 3], [4, 1]]]
+    assert arrange_segments(lengths, is_chosen, 20, is_packed=False) == [[[2]], [[0], [4]], [[1], [3]]]
+    packed = make(folder, minibatch_tokens=40)
     monkeypatch.setattr("shoal.libs.hf.tasks.PACKABLE", ())
-    padded = make(folder, minibatch_tokens=1000)
+    padded = make(folder, minibatch_tokens=20)
     assert (packed._is_packed, padded._is_packed) == (True, False)
     metrics = [update(each, make_batch(each)) for each in (packed, padded)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
@@ -320,9 +324,25 @@ def test_two_learners_have_the_weights_of_one(folder: Path) -> None:
             torch.testing.assert_close(weights(other)[name], each, rtol=1e-4, atol=2e-5)
 
 
+def test_a_learner_that_dies_takes_its_segments_with_it(folder: Path) -> None:
+    """The others' gradient is that of their own segments, divided by their own tokens."""
+    one, two, hub = make(folder), make(folder), LearnerHub("127.0.0.1")
+    two.group, link = hub, HubLink(hub.address)
+    wait_for(lambda: hub._admit() or hub.pids)
+    batch = make_batch(one)
+    share = hub.distribute(batch, two.serialize)
+    link.close()
+    found = update(two, share)
+    assert 0 < hub.lost.sum() < len(batch.lengths)
+    assert found == pytest.approx(update(one, batch.select(~hub.lost)), rel=1e-5)
+    assert all(torch.equal(each, weights(one)[name]) for name, each in weights(two).items())
+    hub.close()
+
+
 def test_a_learner_takes_all_that_is_queued_as_one_step(folder: Path, tmp_path: Path) -> None:
     queue, store = ExperienceQueue(64, Ledger()), WeightStore()
-    learner = Learner(make_spec(folder), EXPERIENCE, queue, store, tmp_path)
+    spec = make_spec(folder).override([f"gateway.queue_capacity={len(LENGTHS)}"])
+    learner = Learner(spec, EXPERIENCE, queue, store, tmp_path)
     segments = make_segments(learner.spec.algorithm)  # type: ignore[arg-type]
     for seq, segment in enumerate(segments, 1):
         segment.versions[:] = 1
@@ -335,6 +355,25 @@ def test_a_learner_takes_all_that_is_queued_as_one_step(folder: Path, tmp_path: 
     assert stats["metrics"]["agents/logprob_diff_max"] > 0
     assert learner.snapshot().tensors().keys() == open_network(folder).state_dict().keys()
     queue.ledger.close()
+
+
+def test_computing_in_bf16_leaves_the_weights_in_fp32(folder: Path) -> None:
+    fp32, bf16 = make(folder), make(folder, precision="bf16")
+    metrics = [update(each, make_batch(each)) for each in (fp32, bf16)]
+    assert metrics[0] != metrics[1]
+    assert metrics[0] == pytest.approx(metrics[1], rel=0.1, abs=0.02)
+    assert {each.dtype for each in bf16.model.parameters()} == {torch.float32}
+
+
+def test_a_learner_goes_on_with_another_rate_and_range(folder: Path) -> None:
+    algorithm = make(folder)
+    spec = make_spec(folder).override(["algorithm.learning_rate=1e-4", "algorithm.clip=null"])
+    algorithm.configure(spec.algorithm)
+    assert update(algorithm, make_batch(algorithm))["agents/clip_share"] == 0
+    assert [each["lr"] for each in algorithm._optimizer.param_groups] == [1e-4]
+    spec = RLSpec().override(["algorithm=rloo", "algorithm.pretrained=./m", "algorithm.lora.rank=4"])
+    assert spec.algorithm.lora == {"rank": 4}  # type: ignore[attr-defined]
+    assert spec.batch_limits[0] == 1
 
 
 def test_the_advantages_of_a_group() -> None:

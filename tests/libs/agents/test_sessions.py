@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from agents_rig import (
 )
 from test_token_tree import make_tokenizer
 
+from shoal.libs.agents.sessions.store import SessionStore
 from shoal.rl.local_loop import LocalLoop
 
 GROUPS = itertools.count()
@@ -107,6 +109,21 @@ def test_a_stream_is_recorded_before_its_end(url: str) -> None:
         post(session["base_url"] + "/chat/completions", body, session["key"])
     ended = end(url, session, reward=0.0).body
     assert (ended["turns"], ended["tokens"]["sampled"] > 0) == (1, True)
+
+
+def test_an_answer_that_no_disk_takes_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(url, purpose="eval")
+
+    async def refuse(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    body = {"model": "x", "messages": [{"role": "user", "content": "ab"}]}
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionStore, "write", refuse)
+        refused = post(session["base_url"] + "/chat/completions", body, session["key"])
+        assert (refused.status, "disk is full" in str(refused.body)) == (503, True)
+    chat(session, "ab", headers={"x_stainless_retry_count": "1"})
+    assert end(url, session, reward=1.0).body["turns"] == 1
 
 
 @pytest.mark.parametrize(

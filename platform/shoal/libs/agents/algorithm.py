@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
     """A part of a batch, as the network takes it.
 
     tokens: int64 [B, T]; of each segment all but the last, after which nothing is sampled
-    layout: int64 [B, T]: positions in their segments, of rows that hold several; otherwise 1, and 0 on padding
+    layout: int64 [B, T], 0 on padding: positions in their segments, of rows that hold several; otherwise 1
     trains: bool [B, T]
     steps:  int64 [n], which of the batch's steps are trained, in the order of `trains`
     """
@@ -98,15 +98,13 @@ class TextPolicyGradient(Algorithm):
         assert isinstance(spec.algorithm, PolicyGradientTextConfig)
         self._config = config = spec.algorithm
         self.device = find_device(spec)
-        task = _make_task(config, config.lora)
+        task = _make_task(config, config.lora or None)
         self._is_packed: bool = task.is_packed
         self.model = task.model().eval()
-        if config.lora is None:
+        if not config.lora:
             load_initial_weights(self.model, task.initial_weights())
         self.model.to(self.device)
-        self.normalizer = (
-            Normalizer(spec, experience) if config.lora is None else AdapterNormalizer(spec, experience, task)
-        )
+        self.normalizer = AdapterNormalizer(spec, experience, task) if config.lora else Normalizer(spec, experience)
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
@@ -243,10 +241,10 @@ class TextPolicyGradient(Algorithm):
         return TokenMoments(sums, largest.cpu())
 
     def _divide(self, batch: ExperienceBatch) -> Iterator[MicroBatch]:
-        """The segments that have trained tokens, in parts."""
+        """The segments that have trained tokens, in micro-batches."""
         num_trained, *_ = _describe_segments(batch)
-        for chosen in divide_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens):
-            yield make_micro_batch(batch, chosen, self._is_packed, self.device)
+        for rows in arrange_segments(batch.lengths, num_trained > 0, self._config.minibatch_tokens, self._is_packed):
+            yield make_micro_batch(batch, rows, self._is_packed, self.device)
 
     def _choose(self, part: MicroBatch, per_step: np.ndarray) -> Tensor:
         """The values [n] of the trained tokens, of those of all steps [N]."""
@@ -266,38 +264,50 @@ class TextPolicyGradient(Algorithm):
         return log_pi, entropies
 
 
-def divide_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int) -> list[list[int]]:
-    """Divide the chosen segments (bool [S]) into parts of at most `limit` tokens, padding included, or of one segment;
-    those of similar lengths stand together."""
-    parts: list[list[int]] = []
-    for index in np.argsort(lengths, kind="stable"):
+def arrange_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int, is_packed: bool) -> list[list[list[int]]]:
+    """Arrange the chosen segments (bool [S]) in micro-batches of rows, of one segment each or of several.
+
+    A row is as long as the longest segment of its micro-batch: attention is quadratic in it. Micro-batches have at most
+    `limit` tokens, padding included, or one segment; those of similar lengths stand together.
+    """
+    parts: list[list[list[int]]] = []
+    width = 0
+    for index in np.argsort(-lengths, kind="stable"):
         if not is_chosen[index]:
             continue
-        if not parts or lengths[index] * (len(parts[-1]) + 1) > limit:
+        rows = parts[-1] if parts and is_packed else []
+        if fitting := [row for row in rows if lengths[row].sum() + lengths[index] <= width]:
+            fitting[0].append(index)
+            continue
+        if not parts or (len(parts[-1]) + 1) * width > limit:
             parts.append([])
-        parts[-1].append(int(index))
+            width = int(lengths[index])
+        parts[-1].append([index])
     return parts
 
 
-def make_micro_batch(batch: ExperienceBatch, chosen: list[int], is_packed: bool, device: torch.device) -> MicroBatch:
-    """Lay the chosen segments of a batch in rows as long as the longest one, each in a row of its own; packed, with as
-    many as fit. Attention takes the square of a row."""
-    lengths, longest = batch.lengths, batch.lengths[chosen].max()
-    starts = np.cumsum(lengths) - lengths + np.arange(len(lengths))  # of observations
-    rows: list[list[int]] = []
-    for index in chosen:
-        if not (is_packed and rows and lengths[[*rows[-1], index]].sum() <= longest):
-            rows.append([])
-        rows[-1].append(index)
-
-    spans = [np.concatenate([starts[index] + np.arange(lengths[index]) for index in row]) for row in rows]
-    steps = np.concatenate(spans) - np.repeat(chosen, lengths[chosen])  # a segment has one observation more
-    positions = np.concatenate([np.arange(each + 1) for each in lengths])
-    layout = positions if is_packed else np.ones_like(positions)
-    values = (batch.observations.astype(np.int64), layout, batch.extras[TRAINS])
-    arrays = [np.stack([np.pad(each[span], (0, longest - len(span))) for span in spans]) for each in values]
-    on_device = [torch.from_numpy(each).to(device) for each in arrays]
-    return MicroBatch(on_device[0], on_device[1], on_device[2], steps[batch.extras[TRAINS][np.concatenate(spans)]])
+def make_micro_batch(
+    batch: ExperienceBatch, rows: list[list[int]], is_packed: bool, device: torch.device
+) -> MicroBatch:
+    """Lay the segments of each row end to end."""
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    shape = len(rows), max(batch.lengths[row].sum() for row in rows)
+    tokens = np.zeros(shape, np.int64)
+    layout = np.zeros(shape, np.int64)
+    trains = np.zeros(shape, np.bool_)
+    steps = []
+    for row, segments in enumerate(rows):
+        end = 0
+        for index in segments:
+            length, first = batch.lengths[index], starts[index] + index
+            here, there = slice(end, end + length), slice(first, first + length)
+            tokens[row, here] = batch.observations[there]
+            layout[row, here] = np.arange(length) if is_packed else 1
+            trains[row, here] = batch.extras[TRAINS][there]
+            steps.append(starts[index] + np.flatnonzero(trains[row, here]))
+            end += length
+    on_device = [torch.from_numpy(each).to(device) for each in (tokens, layout, trains)]
+    return MicroBatch(on_device[0], on_device[1], on_device[2], np.concatenate(steps))
 
 
 def _describe_segments(batch: ExperienceBatch) -> np.ndarray:

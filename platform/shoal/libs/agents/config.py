@@ -37,7 +37,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
 
     pretrained:      the model: a folder, a GGUF file, `org/name` in the hub's cache, or NAME@VERSION of the registry
     lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained alone, and published merged into the
-                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy
+                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
     learning_rate:   of AdamW, constant. 1e-6 is for all weights of a pretrained model; adapters take 1e-5 to 1e-4
     weight_decay:    of AdamW
     max_grad_norm:   of the loss's gradient
@@ -49,13 +49,14 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     kl_cost:         weight of the divergence from the reference, for a nat and token; 0: there is no reference
     reference:       NAME@VERSION of the registry; "": the weights that the run has begun with. A resumed run needs the
                      same ones
-    minibatch_tokens: tokens that are computed together: whole segments, at least one. The gradient is the batch's sum
+    minibatch_tokens: tokens that are computed together, padding included: whole segments, at least one; the gradient of
+                     a batch is their sum
     group_size:      answers to a prompt, which are compared
     groups_per_step: prompts whose answers are a batch
     """
 
     pretrained: str = ""
-    lora: dict[str, Any] | None = None
+    lora: dict[str, Any] = Field(default={})
     learning_rate: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -81,7 +81,7 @@ class AgentsRun:
 
     def _deploy(self, token: str, closing: ExitStack) -> None:
         """Start the replicas that sample, and name them to the gateway."""
-        from shoal.serve.on_ray.deployment import deploy  # Serve takes a second to load
+        from shoal.extend.serve import deploy  # Serve takes a second to load
 
         spec = self.spec
         name = spec.model_name

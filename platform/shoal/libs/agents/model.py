@@ -37,12 +37,13 @@ class PretrainedModel:
 
 
 def open_pretrained(pretrained: str) -> PretrainedModel:
-    """The model of a folder, in float32. Raises ConfigError."""
+    """The model of a folder or a version, in float32. Raises ConfigError, RegistryError."""
     with needs_extra("language"):
         import transformers
 
-        from shoal.libs.hf.source import find_folder, load_tokenizer, make_config, read_config, read_json
-    folder = find_folder(pretrained)
+        from shoal.libs.hf.source import load_tokenizer, make_config, read_config, read_json
+        from shoal.libs.hf.transfer import find_model_folder
+    folder = find_model_folder(pretrained)
     config = make_config(read_config(folder))
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder)
@@ -58,10 +59,10 @@ def register(pretrained: str, name: str, snapshot: WeightSnapshot) -> ModelVersi
     """Register weights as a version of `name`, with its tokenizer. Raises ConfigError."""
     from safetensors.torch import save_file
 
-    from shoal.libs.hf.source import COMPANIONS, find_folder, open_draft
-    from shoal.libs.hf.transfer import pull
+    from shoal.libs.hf.source import COMPANIONS, open_draft
+    from shoal.libs.hf.transfer import find_model_folder, pull
 
-    folder = find_folder(pretrained)
+    folder = find_model_folder(pretrained)
     with open_draft() as draft:
         for each in folder.iterdir():
             if each.name in (*COMPANIONS, "config.json", "generation_config.json"):
@@ -73,9 +74,9 @@ def register(pretrained: str, name: str, snapshot: WeightSnapshot) -> ModelVersi
 
 def describe_served(pretrained: str) -> tuple[ModelFactory, Signature]:
     """The model as an endpoint serves it, which follows the run's weights."""
-    from shoal.libs.hf.source import find_folder
+    from shoal.libs.hf.transfer import find_model_folder
 
-    task = make_task(CAUSAL_LM, {"model": str(find_folder(pretrained))})
+    task = make_task(CAUSAL_LM, {"model": str(find_model_folder(pretrained))})
     signature = task.signature()
     assert signature is not None
     travelling = task.registration()

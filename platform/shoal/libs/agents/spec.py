@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from shoal.config import Spec
 from shoal.extend.rl import AnyAlgorithmConfig, GatewaySpec, LearnerSpec, RLSpec
 from shoal.libs.agents.config import PolicyGradientTextConfig
+
+
+def _complete_path(model: str) -> str:
+    """A folder of this one, for processes with another."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 class SessionsSpec(Spec):
@@ -45,7 +51,9 @@ class AgentsSpec(Spec):
     )
     page = "agents.md"
 
-    model: str = Field(default="", description="that learns: a folder of Hugging Face, or NAME@VERSION")
+    model: Annotated[str, AfterValidator(_complete_path)] = Field(
+        default="", description="that learns: a folder of Hugging Face, or NAME@VERSION"
+    )
     name: str = Field(default="", description="of the registered model; default: the model's")
     env: str = Field(
         default="", description="tasks of the run's own driver, as reasoning_gym:chain_sum or my_env.py:grade"

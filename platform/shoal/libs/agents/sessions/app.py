@@ -55,6 +55,7 @@ class Exchange:
         """Takes what the language API sends."""
         if message["type"] == "http.response.start":
             self._head = message
+            self._body.clear()  # of an answer that could not be written
         else:
             self._body.append(message.get("body", b""))
             await self._write(is_last=not message.get("more_body", False))

@@ -17,10 +17,10 @@ import numpy as np
 from msgspec import Meta
 
 from shoal.errors import InferenceError
+from shoal.extend.rl import Segment
 from shoal.libs.agents.baselines import Baseline, compute_advantages
 from shoal.libs.agents.sessions.store import StoredSession
 from shoal.libs.agents.sessions.token_tree import TokenTree, TrainingSegment, Turn
-from shoal.wire.segment import Segment
 
 MAX_TASK_BYTES = 65_536
 State = Literal["open", "ended", "failed", "expired", "evicted"]
@@ -35,7 +35,6 @@ class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     task:       any JSON, stored and shown
     idle_s:     without a request, after which the session expires
     deadline_s: of the whole episode, by the clock
-    version:    that answers an eval session from begin to end; None: the newest at each request
     """
 
     group: Annotated[str, Meta(max_length=256)] = ""
@@ -44,7 +43,6 @@ class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     idle_s: Seconds = 600.0
     deadline_s: Seconds = 3600.0
     purpose: Literal["train", "eval"] = "train"
-    version: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import sqlite3
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from shoal.errors import InferenceError
+from shoal.extend.rl import Segment
 from shoal.libs.agents.sessions.credit import SessionCredit
 from shoal.libs.agents.sessions.groups import (
     MAX_TASK_BYTES,
@@ -39,15 +41,15 @@ from shoal.libs.agents.sessions.store import (
     close_step,
     count,
     insert_answer,
+    insert_record,
     insert_session,
     insert_step,
-    insert_turn,
     renumber_step,
 )
 from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
-from shoal.wire.segment import Segment
 
 SWEEP_S = 0.25
+DISK_PAUSE_S = 2.0
 
 
 class SessionError(InferenceError):
@@ -258,7 +260,7 @@ class SessionService:
         if (group := self._groups.get(session.group)) is not None:
             group.first_end_at = group.first_end_at or now_s
         ending = None if session.ending is None else msgspec.json.encode(session.ending)
-        await self._store.write(change_session(session.id, state=state, why=why, ending=ending, ended_at=now_s))
+        await self._store.write(change_session(session.id, state=state, why=why, ending=ending, end_time=now_s))
         await self._close_groups(now_s)
 
     async def sweep(self) -> None:
@@ -276,14 +278,22 @@ class SessionService:
     async def write_turns(
         self, session: AgentSession, turns: Sequence[Turn], reply: str, answer: tuple[bytes, bytes, bytes] | None
     ) -> None:
-        """Put turns on the disk, and the answer (the request's key, its head and body) for who asks again."""
-        statements = [insert_turn(session.id, reply, each) for each in turns]
+        """Put turns on the disk, and the answer (the request's key, its head and body) for who asks again.
+
+        Raises InferenceError (503): the turns do not exist.
+        """
+        statements = [insert_record(session.id, reply, each) for each in turns]
         sampled = count_versions(turns)
         statements += [count("sampled", version, num) for version, num in sampled.items()]
-        self.counts["sampled_tokens"] += sampled.total()
         if answer is not None:
             statements.append(insert_answer(session.id, *answer))
-        await self._store.write(*statements)
+        try:
+            await self._store.write(*statements)
+        except sqlite3.Error as error:
+            session.tree.discard(turns)
+            problem = f"the run's disk takes nothing now: {error}"
+            raise InferenceError(503, problem, retry_after_s=DISK_PAUSE_S) from error
+        self.counts["sampled_tokens"] += sampled.total()
 
     def find_answer(self, session: AgentSession, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to this request, if it was written."""
@@ -378,7 +388,7 @@ class SessionService:
                 group.num_unopened -= 1
                 group.members.append(session)
                 if session.state != "open":
-                    group.first_end_at = group.first_end_at or row.ended_at
+                    group.first_end_at = group.first_end_at or row.end_time
         steps = []
         for number in self._records.list_open_steps():
             step = self._load_step(number, now_s)

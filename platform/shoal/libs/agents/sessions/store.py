@@ -26,7 +26,7 @@ FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
-    state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, ended_at REAL, rewards BLOB DEFAULT '{}',
+    state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, end_time REAL, rewards BLOB DEFAULT '{}',
     step INTEGER, advantage REAL
 );
 CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
@@ -53,7 +53,7 @@ class StoredSession(NamedTuple):
     state: str
     why: str
     ending: bytes | None
-    ended_at: float | None
+    end_time: float | None
     rewards: bytes
     step: int | None
     advantage: float | None
@@ -89,10 +89,10 @@ def change_session(session_id: str, **columns: object) -> Statement:
     return Statement(f"UPDATE sessions SET {names} WHERE id = ?", (*columns.values(), session_id))
 
 
-def insert_turn(session_id: str, reply: str, turn: Turn) -> Statement:
-    """reply: the id of the answer that brought it"""
+def insert_record(session_id: str, reply: str, record: Turn) -> Statement:
+    """A record. reply: the id of the answer that brought it"""
     return Statement(
-        "INSERT INTO turns VALUES (?, ?, ?, ?)", (session_id, turn.id, reply, msgspec.msgpack.encode(turn))
+        "INSERT INTO turns VALUES (?, ?, ?, ?)", (session_id, record.id, reply, msgspec.msgpack.encode(record))
     )
 
 

@@ -199,6 +199,12 @@ class TokenTree:
         for turn in sorted(turns, key=lambda each: each.id):
             self.turns[turn.id] = self._by_key[turn.key] = turn
 
+    def discard(self, turns: Iterable[Turn]) -> None:
+        """Forget turns that could not be written. Of equal messages, an earlier turn is not found again."""
+        for turn in turns:
+            del self.turns[turn.id]
+            self._by_key.pop(turn.key, None)
+
     def segments(self, rewards: Mapping[int, float] | None = None) -> list[TrainingSegment]:
         """A segment for each turn that none continues, in their order; none for one that has nothing to train.
 
