@@ -32,6 +32,7 @@ from shoal.rl.local_loop import LocalLoop
 
 START = QUICK_RESULTS / "agents_start"
 SESSIONS = "/shoal/v1/sessions"
+GROUPS, GROUP_SIZE = 2, 4
 NUM_TOKENS, MEAN_BAR, MAX_BAR, TIMEOUT_S = 10_000, 1e-5, 1e-4, 240.0
 SIDES: dict[str, dict[str, Any]] = {
     "all weights": {"learning_rate": 1e-3},
@@ -65,7 +66,9 @@ async def play(http: httpx.AsyncClient, group: str, task: dict[str, Any], chance
     """An episode of three requests: tools and two answers; a call of another and its result; and one that goes on."""
     token = {"authorization": f"Bearer {TOKEN}"}
     session = (
-        (await http.post(SESSIONS, json={"group": group, "group_size": 8}, headers=token)).raise_for_status().json()
+        (await http.post(SESSIONS, json={"group": group, "group_size": GROUP_SIZE}, headers=token))
+        .raise_for_status()
+        .json()
     )
 
     async def ask(messages: list[dict[str, Any]], **fields: Any) -> str:
@@ -94,18 +97,19 @@ async def play_until(url: str, differences: Differences, num_tokens: int) -> Non
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits()) as http:
 
         async def play_groups(first: int) -> None:
-            for number in range(first, 1_000_000, 16):
+            for number in range(first, 1_000_000, 2 * GROUPS):
                 if differences.num_tokens >= num_tokens or time.monotonic() > deadline_s:
                     return
-                await asyncio.gather(*(play(http, f"g{number}", tasks(number), chance) for _ in range(8)))
+                await asyncio.gather(*(play(http, f"g{number}", tasks(number), chance) for _ in range(GROUP_SIZE)))
 
-        await asyncio.gather(*(play_groups(first) for first in range(16)))
+        await asyncio.gather(*(play_groups(first) for first in range(2 * GROUPS)))
     assert differences.num_tokens >= num_tokens, "it took too long"
 
 
 def measure(algorithm: dict[str, Any], num_tokens: int, folder: Path) -> tuple[np.ndarray, str]:
     """The differences, and what they are of."""
-    spec = AgentsSpec.parse(make_spec(pretrain(START), algorithm, max_version_lag=1, max_tokens=24, length=512))
+    sizes = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS}  # small steps: weights change within answers
+    spec = AgentsSpec.parse(make_spec(pretrain(START), {**sizes, **algorithm}, max_tokens=24, length=512))
     check(spec)
     folder.mkdir()
     setting = make_setting(spec, folder, TOKEN, "run")

@@ -29,7 +29,7 @@ from benchmarks.children import OUR_PYTHON, ROOT, Child
 from benchmarks.talk import commands, say
 
 CLIENTS_PYTHON = str(ROOT / ".venv-clients" / "bin" / "python")
-POLL_S, START_S, READY_S = 0.05, 120.0, 240.0
+POLL_S, START_S, READY_S = 0.2, 120.0, 240.0
 GO = "go"  # a file in the run's folder, for sessions in the gateway's process
 TOKEN = os.urandom(16).hex()
 
