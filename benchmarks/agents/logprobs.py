@@ -1,11 +1,12 @@
-"""Log-probabilities of the trainer less those of the sampler, of tokens that the present weights have sampled.
+"""Log-probabilities of the trainer less those of the sampler, by the same version of the weights.
 
     python -m benchmarks.agents.logprobs [--quick]
 
 A run without Ray learns while agents talk to it over HTTP: with tools, with an edited history that has a call and its
 result (a branch), with two answers to one question (branches), and with answers that go on under newer weights. Before
-each update the trainer computes the batch that it is about to learn; tokens of older weights are left out. All weights
-in float32, a Llama of 0.4 million parameters; then with adapters (LoRA of rank 8), which the sampler has merged.
+each update the trainer computes the batch that it is about to learn, each token by its weights of the version that has
+sampled it. A Llama of 0.4 million parameters in float32: all weights learn; then adapters (LoRA of rank 8), which the
+sampler has merged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import torch
 
 from benchmarks.agents.letters import compute_reward, pretrain, tasks
 from benchmarks.agents.run import TOKEN, make_spec
@@ -42,19 +44,28 @@ TOOLS = [{"type": "function", "function": {"name": "sort", "parameters": {"type"
 
 
 class Differences:
-    """Of the batches of a learner: |log p of the trainer - log p of the sampler| of each token of the same weights."""
+    """Of a learner's batches: |log p of the trainer - log p of the sampler| of each token, by the trainer's weights of
+    the version that has sampled it."""
 
     def __init__(self, algorithm: Any) -> None:
         self._algorithm, self._update = algorithm, algorithm.update
+        self._states: dict[int, dict[str, torch.Tensor]] = {}
         self.found: list[np.ndarray] = []
         algorithm.update = self.update
 
     def update(self, batch: Any) -> Iterator[Any]:
-        newest = np.repeat(batch.extras["newest"], batch.lengths, 0)
-        ends = np.cumsum(batch.lengths + 1) - 1
-        trains = np.delete(batch.extras["trains"], ends)
-        is_same = trains & (batch.versions == newest[:, 0]) & (newest[:, 1] > 0)
-        self.found.append(np.abs(self._algorithm.compute_log_ratios(batch)[is_same]))
+        model = self._algorithm.model
+        newest, is_published = batch.extras["newest"][0]
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+        if is_published:
+            self._states[int(newest)] = state
+        trains = np.delete(batch.extras["trains"], np.cumsum(batch.lengths + 1) - 1)
+        for version in np.unique(batch.versions[trains]).tolist():
+            if version in self._states:
+                model.load_state_dict(self._states[version])
+                differences = np.abs(self._algorithm.compute_log_ratios(batch))
+                self.found.append(differences[trains & (batch.versions == version)])
+        model.load_state_dict(state)
         yield from self._update(batch)
 
     @property
@@ -109,7 +120,9 @@ async def play_until(url: str, differences: Differences, num_tokens: int) -> Non
 def measure(algorithm: dict[str, Any], num_tokens: int, folder: Path) -> tuple[np.ndarray, str]:
     """The differences, and what they are of."""
     sizes = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS}  # small steps: weights change within answers
-    spec = AgentsSpec.parse(make_spec(pretrain(START), {**sizes, **algorithm}, max_tokens=24, length=512))
+    spec = AgentsSpec.parse(
+        make_spec(pretrain(START), {**sizes, **algorithm}, max_tokens=24, length=512, learner={"publish_interval_s": 0})
+    )
     check(spec)
     folder.mkdir()
     setting = make_setting(spec, folder, TOKEN, "run")
