@@ -138,7 +138,7 @@ def main() -> None:
                 factor = sum(sum(each["trains"]) for each in answers) / len(answers)
                 ours = {key: each * factor for key, each in ours.items()}
             single, exact = (torch.load(folder / f"{number}.{name}.pt") for name in ("float32", "float64"))
-            title = f"gradient of {name}, |ours - TRL's in float64| / |TRL's|"
+            title = f"gradient of {name}: difference to TRL's in float64, relative"
             rows.append(
                 compare(
                     title,

@@ -147,7 +147,7 @@ def main() -> None:
         os.environ["SHOAL_HOME"] = str(folder / "home")
         for name, algorithm in SIDES.items():
             found, note = measure(algorithm, NUM_TOKENS // 10 if chosen.quick else NUM_TOKENS, folder / name)
-            title = f"|log p of the trainer - the sampler's|, one version, {name}"
+            title = f"log p of the trainer less the sampler's, one version, {name}"
             rows += [
                 compare(
                     f"{title}, mean", "", "lower", [float(found.mean())], bar=MEAN_BAR, bar_kind="value", note=note
