@@ -52,7 +52,7 @@ def say_found(side: str, seed: int, found: Found) -> None:
 def measure_step_s(found: Found) -> float:
     """Of the steps after the first ones."""
     points = found["points"]
-    first, last = points[min(WARM_UP, len(points) - 2)], points[-1]
+    first, last = points[WARM_UP if len(points) > 2 * WARM_UP else 0], points[-1]
     return float((last[1] - first[1]) / (last[0] - first[0]))
 
 
@@ -115,7 +115,7 @@ def main() -> None:
         if SMOLLM2 in chosen.only:
             sizes = {"group_size": NUM_ANSWERS, "groups_per_step": NUM_GROUPS, "learning_rate": 1e-6}
             spec = make_spec(find_folder(str(GGUF)), sizes, max_tokens=NUM_TOKENS, length=256, slots=32)
-            asked = {"steps": 3 if chosen.quick else 6, "timeout_s": TIMEOUT_S, "rewards": "vowels"}
+            asked = {"steps": 2 if chosen.quick else 4, "timeout_s": 2 * TIMEOUT_S, "rewards": "vowels"}
             asked |= {"groups": NUM_GROUPS, "max_tokens": NUM_TOKENS, "learning_rate": 1e-6, "group_size": NUM_ANSWERS}
             words = ("--max-tokens", str(NUM_TOKENS), "--reward", "vowels")
             name, threads = "SmolLM2-135M, answers of 64 tokens over HTTP, a step", count_usable_cores()
