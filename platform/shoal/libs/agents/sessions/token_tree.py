@@ -225,8 +225,12 @@ class TokenTree:
             segment = TrainingSegment(
                 tokens=np.concatenate([each for turn in path for each in (turn.prompt, turn.tokens)]),
                 trains=np.concatenate([np.repeat(mask, size) for mask, size in zip(masks, sizes, strict=True)]),
-                logprobs=np.concatenate([np.pad(turn.logprobs, (len(turn.prompt), 0)) for turn in path]),
-                versions=np.concatenate([np.pad(turn.versions, (len(turn.prompt), 0)) for turn in path]),
+                logprobs=np.concatenate(
+                    [each for turn in path for each in (np.zeros_like(turn.prompt, _LOGPROB), turn.logprobs)]
+                ),
+                versions=np.concatenate(
+                    [each for turn in path for each in (np.zeros_like(turn.prompt), turn.versions)]
+                ),
                 turns=tuple(turn.id for turn in path),
                 rewards={each: rewards[each] for each in own if rewards and each in rewards},
             )
