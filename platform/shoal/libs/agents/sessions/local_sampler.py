@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,30 +18,6 @@ from shoal.libs.language.text_model import TextCall
 from shoal.weights import WeightSnapshot, decode_tensors
 
 IDLE_S = 0.2  # between two looks for newer weights, without work
-
-
-class _Events:
-    """Those of one request, from the engine's thread to its reader."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: deque[TokenEvent | Exception] = deque()
-        self._ready = asyncio.Event()
-
-    def put(self, event: TokenEvent | Exception) -> None:
-        """From the engine's thread."""
-        self._events.append(event)
-        self._loop.call_soon_threadsafe(self._ready.set)
-
-    async def take(self) -> TokenEvent:
-        """The next event. Raises the error that has ended the engine."""
-        while not self._events:
-            self._ready.clear()
-            await self._ready.wait()
-        event = self._events.popleft()
-        if isinstance(event, Exception):
-            raise event
-        return event
 
 
 class LocalSampler:
@@ -65,8 +40,9 @@ class LocalSampler:
         self.context = self._engine.length
         self._get_weights = get_weights
         self._torch_threads = torch_threads
-        self._events: dict[int, _Events] = {}
-        self._lock = threading.Lock()  # of the above: an event never comes before its request is known
+        self._events: dict[int, asyncio.Queue[TokenEvent | Exception]] = {}  # used on the event loop alone
+        self._loop: asyncio.AbstractEventLoop | None = None  # of its requests
+        self._lock = threading.Lock()  # no request comes after the end
         self._has_work = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -78,7 +54,8 @@ class LocalSampler:
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         """See `TextModel`."""
-        events, running = _Events(), request.num_answers
+        events, running = asyncio.Queue[TokenEvent | Exception](), request.num_answers
+        self._loop = asyncio.get_running_loop()
         with self._lock:
             if self._is_closed:
                 raise InferenceError(503, "the sampler is closing", retry_after_s=1.0)
@@ -90,12 +67,13 @@ class LocalSampler:
         self._has_work.set()
         try:
             while running:
-                event = await events.take()
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
                 running -= event.finish is not None
                 yield event
         finally:
-            with self._lock:
-                self._events.pop(number, None)
+            del self._events[number]
             if running:
                 self._engine.cancel(number)
                 self._has_work.set()
@@ -127,17 +105,22 @@ class LocalSampler:
                     self._has_work.wait(IDLE_S)
                     self._has_work.clear()
                     continue
-                for event in self._engine.step():
-                    with self._lock:
-                        events = self._events.get(event.request)
-                    if events is not None:
-                        events.put(event)
+                if (events := self._engine.step()) and self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._deliver, events)  # a wake-up for all of a step
         except Exception as failure:
             error = InferenceError(500, f"the sampler has failed: {failure}")
             raise
         finally:
             with self._lock:
                 self._is_closed = True
-                waiting, self._events = list(self._events.values()), {}
-            for each in waiting:
-                each.put(error)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            if (waiting := self._events.get(event.request)) is not None:
+                waiting.put_nowait(event)
+
+    def _fail(self, error: Exception) -> None:
+        for waiting in self._events.values():
+            waiting.put_nowait(error)
