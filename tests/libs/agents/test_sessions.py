@@ -29,6 +29,7 @@ from agents_rig import (
 )
 from test_token_tree import make_tokenizer
 
+from shoal.errors import ConfigError
 from shoal.libs.agents.sessions.store import SessionStore
 from shoal.rl.local_loop import LocalLoop
 
@@ -202,6 +203,12 @@ def test_openings_wait_for_credit_in_their_order(model: Path, tmp_path: Path) ->
         assert post(url + SESSIONS, {"group": "a", "group_size": 2}).status == 201  # its group has credit
         too_large = post(url + SESSIONS, {"group": "d", "group_size": 9})
         assert too_large.status == 400
+
+
+def test_beyond_loopback_sessions_need_tls(model: Path) -> None:
+    with pytest.raises(ConfigError, match="keys would be in clear"):
+        make_spec(model, sessions={"host": "0.0.0.0"})
+    make_spec(model, sessions={"host": "0.0.0.0", "advertise": "https://agents.example"})
 
 
 def test_an_opening_is_repeated_by_its_idempotency_key(url: str) -> None:
