@@ -4,12 +4,14 @@ from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "agents",
+    displays={"agents": "shoal.libs.agents.display"},
     extensions={
         "shoal.algorithms": {
             "grpo": "shoal.libs.agents.config:GRPOConfig",
             "rloo": "shoal.libs.agents.config:RLOOConfig",
             "reinforce_pp": "shoal.libs.agents.config:ReinforcePPConfig",
-        }
+        },
+        "shoal.panels": {"agents": "shoal.libs.agents.report:PANELS"},
     },
     needs=("hf", "language"),
     heading="play",
