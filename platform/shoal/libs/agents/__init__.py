@@ -4,6 +4,12 @@ from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "agents",
+    verbs={
+        "sessions": (
+            "shoal.libs.agents.command:sessions",
+            "The sessions of a run of agents: list them, read one, write what they said for fine-tuning.",
+        ),
+    },
     displays={"agents": "shoal.libs.agents.display"},
     extensions={
         "shoal.algorithms": {
