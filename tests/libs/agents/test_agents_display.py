@@ -9,6 +9,7 @@ from agents_rig import chat, end, find_url, make_spec, open_run, open_session, r
 from test_token_tree import make_tokenizer
 
 from shoal import runs
+from shoal.cli.commands.runs import format_resume_command
 from shoal.cli.display import run_view
 from shoal.libs.agents.display import AgentsView, make_view
 from shoal.libs.agents.metrics import AgentsMetrics
@@ -106,6 +107,12 @@ def test_a_run_is_judged_by_the_reward_of_all_sessions() -> None:
     described = describe_run(run)
     assert (described["criteria"][0], described["targets"]) == ("sessions/reward", {"sessions/reward": 0.8})
     assert not any(criterion.startswith(PANELS.folded) for criterion in PANELS.criteria)
+
+
+def test_a_run_is_resumed_by_the_command_that_is_shown() -> None:
+    command = "shoal run agents model=m max_steps=40"
+    with runs.create("agents", AgentsSpec(model="m").to_record(), "one", kind=RunKind("agents"), command=command):
+        assert format_resume_command(runs.load("one")) == "shoal run agents resume=one model=m max_steps=40"
 
 
 def test_the_report_has_answers_of_several_versions(tmp_path: Path) -> None:
