@@ -24,6 +24,7 @@ from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
 from shoal.extend.serve import EndpointModel, EndpointSpec, LiveModel, ModelOptions, TextOptions
 from shoal.home import load_access_token
+from shoal.libs.agents.metrics import AgentsMetrics
 from shoal.libs.agents.model import describe_served, register
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
@@ -71,6 +72,8 @@ class AgentsRun:
         if spec.replicas:
             self._deploy(token, closing)
         self._gateway, self._learner = dict[str, Any](), dict[str, Any]()
+        self._metrics = AgentsMetrics()
+        self._next_event = 1
         self._poll()
         self.url: str = self._gateway["sessions"]["url"]
         recorder.record_event("gateway_ready", address=self.url)
@@ -117,10 +120,10 @@ class AgentsRun:
         printed_s = 0.0
         while True:
             self._poll()
-            sessions, metrics = self._gateway["sessions"], self._learner["metrics"]
+            sessions = self._gateway["sessions"]
             if started_s is None and sessions.get("opened"):
                 started_s = time.monotonic()
-            self._log(sessions, metrics)
+            self._log()
             if time.monotonic() - printed_s >= PRINT_S:
                 printed_s = time.monotonic()
                 reward = "-" if sessions["reward"] is None else f"{sessions['reward']:.3f}"
@@ -153,7 +156,10 @@ class AgentsRun:
             with suppress(RecordUnwritable):
                 self.recorder.record_weights(*published)
 
-    def _log(self, sessions: dict[str, Any], metrics: dict[str, float]) -> None:
-        counts = {f"sessions/{name}": float(each) for name, each in sessions.items() if isinstance(each, int | float)}
+    def _log(self) -> None:
+        step = self._learner["updates"]
         with suppress(RecordUnwritable):
-            self.recorder.log(self._learner["updates"], counts | metrics)
+            self.recorder.log(step, self._metrics.compute(self._gateway, self._learner))
+            if step >= self._next_event:  # consoles draw answers of new versions
+                self._next_event = 2 * step
+                self.recorder.record_event("learning", step=step, reward=self._gateway["sessions"]["reward"])

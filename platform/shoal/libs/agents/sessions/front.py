@@ -26,7 +26,7 @@ from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
 from shoal.libs.agents.sessions.service import SessionRules, SessionService, Step, StepOutcome
-from shoal.libs.agents.sessions.store import SessionStore
+from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
 from shoal.wire import DropReason
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class AgentsFront:
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
+        model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: LocalSampler | EndpointSampler
         if setting.endpoint:
             context = setting.length or model.context

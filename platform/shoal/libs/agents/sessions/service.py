@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -36,6 +37,7 @@ from shoal.libs.agents.sessions.groups import (
 from shoal.libs.agents.sessions.store import (
     SessionRecords,
     SessionStore,
+    Statement,
     StoredSession,
     change_session,
     close_step,
@@ -50,6 +52,9 @@ from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
 
 SWEEP_S = 0.25
 DISK_PAUSE_S = 2.0
+# Means of the newest ones: rewards of sessions, sampled tokens of answers, those that were cut off by their limit, and
+# groups that teach nothing, since all rewards are equal.
+WINDOWS = {"reward": 256, "length": 1024, "cut_fraction": 1024, "no_signal_fraction": 64}
 
 
 class SessionError(InferenceError):
@@ -123,7 +128,7 @@ class SessionService:
         self._steps: dict[int, Step] = {}  # handed over, by number
         self._num_steps = 0
         self.counts = Counter[str]()
-        self.rewards: deque[float] = deque(maxlen=256)
+        self._recent = {name: deque[float](maxlen=size) for name, size in WINDOWS.items()}
         self.is_over = False
 
     # -- opening and ending ---------------------------------------------------------------------------------------
@@ -241,7 +246,7 @@ class SessionService:
         session.ending = ending
         state: State = "failed" if ending.failed else "ended"
         if session.reward is not None:
-            self.rewards.append(session.reward)
+            self._recent["reward"].append(session.reward)
         await self._close(session, state, ending.failed)
         return self._describe_end(state, session.tree)
 
@@ -293,7 +298,10 @@ class SessionService:
             session.tree.discard(turns)
             problem = f"the run's disk takes nothing now: {error}"
             raise InferenceError(503, problem, retry_after_s=DISK_PAUSE_S) from error
-        self.counts["sampled_tokens"] += sampled.total()
+        self.counts["tokens/sampled"] += sampled.total()
+        self.counts["answers"] += len(turns)
+        self._recent["length"].extend(len(each.tokens) for each in turns)
+        self._recent["cut_fraction"].extend(each.finish == "length" for each in turns)
 
     def find_answer(self, session: AgentSession, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to this request, if it was written."""
@@ -319,7 +327,9 @@ class SessionService:
                     await self._close(
                         each, "evicted", f"its group was closed without it after {self.rules.groups.group_s:g} s"
                     )
-            self._outcomes.append(self.rules.groups.compare(group))
+            outcome = self.rules.groups.compare(group)
+            self._recent["no_signal_fraction"].append("no_signal" in outcome.num_sessions and not outcome.segments)
+            self._outcomes.append(outcome)
         while len(self._outcomes) >= self.rules.groups_per_step:
             taken = self._outcomes[: self.rules.groups_per_step]
             del self._outcomes[: len(taken)]
@@ -334,11 +344,11 @@ class SessionService:
             step.segments += group.segments
             step.num_sessions += group.num_reserved + group.num_sessions.total()
             dropped += group.dropped
-            self.counts.update({f"dropped_{reason}": num for reason, num in group.num_sessions.items() if reason})
+            self.counts.update({f"drops/{reason}": num for reason, num in group.num_sessions.items() if reason})
             statements += [
                 change_session(each.id, step=step.number, advantage=advantage) for each, advantage in group.members
             ]
-        statements += [count(reason, version, num) for (reason, version), num in dropped.items()]
+        statements += self._count_tokens(dropped)
         self._steps[step.number] = step
         await self._store.write(*statements)
         if step.segments:
@@ -358,12 +368,16 @@ class SessionService:
         for segment, reason in zip(step.segments, reasons, strict=True):
             for version in segment.versions[segment.extras["trains"][:-1]].tolist():
                 tokens[reason, version] += 1
-        statements = [count(reason, version, num) for (reason, version), num in tokens.items()]
-        self.counts["steps"] += 1
-        for (reason, _), num in tokens.items():
-            self.counts[f"tokens_{reason}"] += num
+        self.counts.update({f"drops/{reason}": num for reason, num in outcome.dropped.items()})
         self._credit.give_back(step.num_sessions)
-        await self._store.write(close_step(number), *statements)
+        await self._store.write(close_step(number), *self._count_tokens(tokens))
+        self.counts["steps"] += 1  # then its accounts can be read
+
+    def _count_tokens(self, tokens: Mapping[tuple[str, int], int]) -> list[Statement]:
+        """Count what became of tokens, by what and version."""
+        for (what, _), num in tokens.items():
+            self.counts[f"tokens/{what}"] += num
+        return [count(what, version, num) for (what, version), num in tokens.items()]
 
     # -- after a crash --------------------------------------------------------------------------------------------
 
@@ -417,14 +431,15 @@ class SessionService:
         return step
 
     def describe(self) -> Mapping[str, Any]:
-        """Counts, for the record of the run."""
+        """Counts, for the record of the run: sessions, answers, `tokens/` by what became of them, and `drops/`, the
+        sessions that are not learnt, by reason."""
         return {
             **self.counts,
             "open": len(self._sessions),
             "waiting": self._credit.num_waiting,
             "credit": self._credit.available,
-            "window": self.rewards.maxlen,
-            "reward": sum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "window": WINDOWS["reward"],
+            **{name: fmean(each) if each else None for name, each in self._recent.items()},
         }
 
 

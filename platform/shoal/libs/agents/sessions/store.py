@@ -22,6 +22,7 @@ from shoal.errors import RunError
 from shoal.libs.agents.sessions.token_tree import Turn
 
 FILE_NAME = "sessions.sqlite"  # in a run's folder
+TOKENIZER = "tokenizer.json"  # beside it: its texts can be read without the model
 FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
