@@ -115,14 +115,15 @@ def test_a_stream_is_recorded_before_its_end(url: str) -> None:
 def test_an_answer_that_no_disk_takes_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = open_session(url, purpose="eval")
 
-    async def refuse(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     body = {"model": "x", "messages": [{"role": "user", "content": "ab"}]}
     with monkeypatch.context() as patch:
-        patch.setattr(SessionStore, "write", refuse)
+        patch.setattr(SessionStore, "_execute", refuse)
         refused = post(session["base_url"] + "/chat/completions", body, session["key"])
         assert (refused.status, "disk is full" in str(refused.body)) == (503, True)
+        assert end(url, session, reward=1.0).status == 503
     chat(session, "ab", headers={"x_stainless_retry_count": "1"})
     assert end(url, session, reward=1.0).body["turns"] == 1
 

@@ -25,7 +25,8 @@ from shoal.libs.agents.model import open_pretrained
 from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
-from shoal.libs.agents.sessions.service import SessionRules, SessionService, Step, StepOutcome
+from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.steps import Step, StepOutcome
 from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
 from shoal.wire import DropReason
 
@@ -137,7 +138,7 @@ class AgentsFront:
                     continue
                 del self._queued[number]
                 outcome = StepOutcome(account.consumed, dict(account.dropped))
-                recording = self._service.record_outcome(number, outcome)
+                recording = self._service.steps.record_outcome(number, outcome)
                 asyncio.run_coroutine_threadsafe(recording, self._loop).add_done_callback(_log_failure)
 
     def _queue_step(self, step: Step) -> None:
