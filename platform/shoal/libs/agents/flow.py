@@ -17,8 +17,8 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.client.discovery import INFERENCE_KIND
-from shoal.errors import NotReached, RecordUnwritable
-from shoal.extend.cluster import end_programs, job_main, start_program
+from shoal.errors import NotReached, RecordUnwritable, RunError
+from shoal.extend.cluster import Program, end_programs, job_main, start_program
 from shoal.extend.flows import recorded_run
 from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
@@ -33,6 +33,7 @@ JOB = "agents"
 POLL_S = 0.5
 PRINT_S = 2.0
 FINISH_S = 30.0
+DRIVER_LOG = "driver.log"  # in the run's folder
 
 
 def agents_main(recipe: AgentsSpec) -> None:
@@ -72,6 +73,7 @@ class AgentsRun:
         if spec.replicas:
             self._deploy(token, closing)
         self._gateway, self._learner = dict[str, Any](), dict[str, Any]()
+        self._driver: Program | None = None
         self._metrics = AgentsMetrics()
         self._next_event = 1
         self._poll()
@@ -107,11 +109,21 @@ class AgentsRun:
         spec = self.spec
         group_size = spec.text_algorithm.group_size
         command = [sys.executable, "-m", "shoal.libs.agents.driver", self.url, "--env", spec.env]
-        command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(spec.learner.seed)]
+        seed = (
+            spec.learner.seed + self._learner["updates"] * spec.text_algorithm.groups_per_step
+        )  # those of a resumed run
+        command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(seed)]
         command += ["--agent", spec.agent] if spec.agent else []
         environment = {**os.environ, "SHOAL_TOKEN": token}
-        driver = start_program([*command, "--lifeline"], self.recorder.folder / "driver.log", environment)
-        closing.callback(end_programs, [driver], FINISH_S)
+        self._driver = start_program([*command, "--lifeline"], self.recorder.folder / DRIVER_LOG, environment)
+        closing.callback(end_programs, [self._driver], FINISH_S)
+
+    def _require_driver(self) -> None:
+        """Raises RunError where the run's own driver has ended."""
+        if self._driver is not None and self._driver.poll() is not None:
+            path = self.recorder.folder / DRIVER_LOG
+            last = next(iter(path.read_text(errors="replace").strip().splitlines()[-1:]), "")
+            raise RunError(f"the run's driver has ended with {self._driver.returncode} ({path}): {last}")
 
     def learn(self) -> None:
         """Follow the run until it is over."""
@@ -120,6 +132,7 @@ class AgentsRun:
         printed_s = 0.0
         while True:
             self._poll()
+            self._require_driver()
             sessions = self._gateway["sessions"]
             if started_s is None and sessions.get("opened"):
                 started_s = time.monotonic()

@@ -317,6 +317,8 @@ class SessionService:
         was_lost: whether the segments of a step are to be queued again, under another number. Returns the steps to
         queue, or to wait for. Before the event loop runs.
         """
+        for what, by_version in self._records.count_tokens().items():
+            self.counts[f"tokens/{what}"] = sum(by_version.values())
         for row in self._records.list_unassigned():
             is_training = msgspec.json.decode(row.opening, type=Opening).purpose == "train"
             if not (is_training or row.state == "open"):
