@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
-PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console)
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console trl)
 PROTOCOL := platform/shoal/libs/grpc
 
 # That of .venv, so that all environments have the same; else the newest that runs and can make one.

@@ -37,6 +37,7 @@ DEEPRIVER = ROOT / ".venv-deepriver"
 SOM = ROOT / ".venv-som"
 GODOT = ROOT / ".venv-godot"
 FILMS = ROOT / ".venv-films"
+TRL = ROOT / ".venv-trl"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")
@@ -44,6 +45,7 @@ DYNET_PYTHON = str(DYNET / "bin" / "python")
 SBX_PYTHON = str(SBX / "bin" / "python")
 DEEPRIVER_PYTHON = str(DEEPRIVER / "bin" / "python")
 SOM_PYTHON = str(SOM / "bin" / "python")
+TRL_PYTHON = str(TRL / "bin" / "python")
 
 
 class ChildFailed(Exception):
