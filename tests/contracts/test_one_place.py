@@ -83,7 +83,7 @@ PLACES = {
     "a command says what it waits for": (r'name="waits"', {"runs/waits.py"}),
     "which curves a run is judged by: of any kind, and of those of libraries": (
         r"\bcriteria=",
-        {f"libs/{name}.py" for name in ("console/run_data", "population/report", "stream/report")},
+        {f"libs/{name}.py" for name in ("agents/report", "console/run_data", "population/report", "stream/report")},
     ),
     "a body that a browser sends to the console is read": (r"request\.stream\(\)", {"libs/console/answers.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (

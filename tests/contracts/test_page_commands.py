@@ -58,7 +58,8 @@ def read_commands(page: Path) -> Iterator[list[str]]:
                 words, lambda word: word in ("&", "&&", "|", "{", "}", "};", "}|")
             ):
                 if not separates:
-                    yield list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), command))
+                    words = itertools.dropwhile(lambda word: re.match(r"\w+=", word), command)
+                    yield list(itertools.takewhile(lambda word: word != ">", words))
         assert not waiting, f"{page}: {waiting}"
 
 

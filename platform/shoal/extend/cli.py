@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from shoal.cli.commands.run_session import RunArguments, launch_run
     from shoal.cli.commands.serve_deploy import list_jobs_by_endpoint
     from shoal.cli.display.first_request import begin_curl, can_be_picture, make_request
-    from shoal.cli.display.panels import RunView, extend_history, find_phase, render_cells, render_fact, render_table
+    from shoal.cli.display.panels import (
+        RunView,
+        extend_history,
+        find_phase,
+        render_cells,
+        render_counts,
+        render_fact,
+        render_table,
+    )
     from shoal.cli.support.console import (
         PRINTED,
         Printed,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.runs import Run, RunKind, RunRecorder, Status, load
+    from shoal.runs import Run, RunKind, RunRecorder, Status, list_runs, load
     from shoal.runs.curves import (
         MetricHistory,
         NewestValue,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         truncate_middle,
     )
     from shoal.runs.formatting import (
+        format_age,
         format_duration,
         format_metric,
         format_metrics,

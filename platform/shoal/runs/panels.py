@@ -131,7 +131,9 @@ def list_counts(metrics: Mapping[str, float]) -> list[Panel]:
             counts=[Count(name, count, format_number(count)) for name, count in parts.items() if groups["segments"]],
         ),
         Panel(
-            title="drops", about="Segments that nothing is learnt from, by the reason.", counts=_count(groups["drops"])
+            title="drops",
+            about="Segments, or sessions of agents, that nothing is learnt from, by the reason.",
+            counts=_count(groups["drops"]),
         ),
         Panel(
             title="rejected",

@@ -35,6 +35,7 @@ _RESUMED = "(SELECT max(number) FROM events WHERE run = :run AND kind = 'resumed
 
 # The headline metric of a run without mean returns: a part of the metric's name, and whether more is better.
 VALIDATION = "validation/"  # prefix of metrics evaluated on held-out data
+SESSIONS = "sessions/"  # prefix of metrics of all sessions of agents, and not of those that are learnt alone
 _HEADLINES = (
     ("return", True),
     ("reward", True),
@@ -427,7 +428,7 @@ def _choose_best(rows: list[sqlite3.Row]) -> tuple[str, float] | None:
         if row["name"] == MEAN_RETURN:  # even if there are others, such as an evaluation's return
             return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
     rows = [row for row in rows if row["lowest"] is not None]
-    rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS)))  # held-out data judges better
+    rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS, SESSIONS)))  # these judge better
     for part, more_is_better in _HEADLINES:
         named = [row for row in rows if part in row["name"]]
         if named:

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.libs.language.tiny_served import EngineModel, Models, serve_tiny
 
-from shoal.errors import InferenceError
+from shoal.errors import ConnectionLost, InferenceError
 from shoal.extend.serve import Caller
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.language.engine import Sampling, TextRequest, TokenEvent
@@ -70,3 +71,28 @@ def test_a_refusal_names_its_field(port: int) -> None:
     with pytest.raises(InferenceError, match="context") as caught:
         sample(port, replace(REQUEST, prompt=(1,) * 4000))
     assert caught.value.status == 400
+
+
+def test_an_answer_goes_on_where_its_replica_has_died(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream breaks off once, in the middle: the tokens are those of an answer that was not cut."""
+    expected = [each.token for each in sample(port, REQUEST)]
+    stream = EndpointSampler._stream
+    given: list[int] = []
+
+    async def break_off(self: EndpointSampler, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[Any]:
+        given.append(sum(len(tokens) for _, tokens in body.get("given", ())))
+        async for number, choice in enumerate_async(stream(self, body, headers)):
+            yield choice
+            if len(given) == 1 and number == 4:
+                raise ConnectionLost("the replica has died")
+
+    monkeypatch.setattr(EndpointSampler, "_stream", break_off)
+    assert [each.token for each in sample(port, REQUEST)] == expected
+    assert given == [0, 5]
+
+
+async def enumerate_async(items: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
+    number = 0
+    async for item in items:
+        yield number, item
+        number += 1

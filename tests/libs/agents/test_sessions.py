@@ -29,6 +29,7 @@ from agents_rig import (
 )
 from test_token_tree import make_tokenizer
 
+from shoal.errors import ConfigError
 from shoal.libs.agents.sessions.store import SessionStore
 from shoal.rl.local_loop import LocalLoop
 
@@ -114,14 +115,15 @@ def test_a_stream_is_recorded_before_its_end(url: str) -> None:
 def test_an_answer_that_no_disk_takes_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = open_session(url, purpose="eval")
 
-    async def refuse(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     body = {"model": "x", "messages": [{"role": "user", "content": "ab"}]}
     with monkeypatch.context() as patch:
-        patch.setattr(SessionStore, "write", refuse)
+        patch.setattr(SessionStore, "_execute", refuse)
         refused = post(session["base_url"] + "/chat/completions", body, session["key"])
         assert (refused.status, "disk is full" in str(refused.body)) == (503, True)
+        assert end(url, session, reward=1.0).status == 503
     chat(session, "ab", headers={"x_stainless_retry_count": "1"})
     assert end(url, session, reward=1.0).body["turns"] == 1
 
@@ -202,6 +204,12 @@ def test_openings_wait_for_credit_in_their_order(model: Path, tmp_path: Path) ->
         assert post(url + SESSIONS, {"group": "a", "group_size": 2}).status == 201  # its group has credit
         too_large = post(url + SESSIONS, {"group": "d", "group_size": 9})
         assert too_large.status == 400
+
+
+def test_beyond_loopback_sessions_need_tls(model: Path) -> None:
+    with pytest.raises(ConfigError, match="keys would be in clear"):
+        make_spec(model, sessions={"host": "0.0.0.0"})
+    make_spec(model, sessions={"host": "0.0.0.0", "advertise": "https://agents.example"})
 
 
 def test_an_opening_is_repeated_by_its_idempotency_key(url: str) -> None:

@@ -28,6 +28,6 @@ def test_stock_clients_are_agents_without_code_of_ours(tmp_path: Path) -> None:
         ended = end(url, session, reward=1.0).body
         assert (ended["state"], ended["turns"]) == ("ended", 7)
         exported = loop.gateway.stats()["sessions"]
-        assert exported["sampled_tokens"] == ended["tokens"]["sampled"] == ended["tokens"]["trains"]
+        assert exported["tokens/sampled"] == ended["tokens"]["sampled"] == ended["tokens"]["trains"]
         late = post(session["base_url"] + "/chat/completions", {"messages": []}, session["key"])
         assert late.status == 410

@@ -63,7 +63,9 @@ NUM_EVENTS = 8
 FOLLOW_S = 0.5
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 ANY_NUMBER = -1  # of SQLite's LIMIT
-_RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
+_RESUMABLE = frozenset(
+    {RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM, RunKind("agents")}
+)
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
     Status.RUNNING: "blue",

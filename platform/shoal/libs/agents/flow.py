@@ -17,13 +17,14 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.client.discovery import INFERENCE_KIND
-from shoal.errors import NotReached, RecordUnwritable
-from shoal.extend.cluster import end_programs, job_main, start_program
+from shoal.errors import NotReached, RecordUnwritable, RunError
+from shoal.extend.cluster import Program, end_programs, job_main, start_program
 from shoal.extend.flows import recorded_run
 from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
 from shoal.extend.serve import EndpointModel, EndpointSpec, LiveModel, ModelOptions, TextOptions
 from shoal.home import load_access_token
+from shoal.libs.agents.metrics import AgentsMetrics
 from shoal.libs.agents.model import describe_served, register
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
@@ -32,6 +33,7 @@ JOB = "agents"
 POLL_S = 0.5
 PRINT_S = 2.0
 FINISH_S = 30.0
+DRIVER_LOG = "driver.log"  # in the run's folder
 
 
 def agents_main(recipe: AgentsSpec) -> None:
@@ -71,6 +73,9 @@ class AgentsRun:
         if spec.replicas:
             self._deploy(token, closing)
         self._gateway, self._learner = dict[str, Any](), dict[str, Any]()
+        self._driver: Program | None = None
+        self._metrics = AgentsMetrics()
+        self._next_event = 1
         self._poll()
         self.url: str = self._gateway["sessions"]["url"]
         recorder.record_event("gateway_ready", address=self.url)
@@ -104,11 +109,21 @@ class AgentsRun:
         spec = self.spec
         group_size = spec.text_algorithm.group_size
         command = [sys.executable, "-m", "shoal.libs.agents.driver", self.url, "--env", spec.env]
-        command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(spec.learner.seed)]
+        seed = (
+            spec.learner.seed + self._learner["updates"] * spec.text_algorithm.groups_per_step
+        )  # those of a resumed run
+        command += ["--agents", str(spec.agents), "--group-size", str(group_size), "--seed", str(seed)]
         command += ["--agent", spec.agent] if spec.agent else []
         environment = {**os.environ, "SHOAL_TOKEN": token}
-        driver = start_program([*command, "--lifeline"], self.recorder.folder / "driver.log", environment)
-        closing.callback(end_programs, [driver], FINISH_S)
+        self._driver = start_program([*command, "--lifeline"], self.recorder.folder / DRIVER_LOG, environment)
+        closing.callback(end_programs, [self._driver], FINISH_S)
+
+    def _require_driver(self) -> None:
+        """Raises RunError where the run's own driver has ended."""
+        if self._driver is not None and self._driver.poll() is not None:
+            path = self.recorder.folder / DRIVER_LOG
+            last = next(iter(path.read_text(errors="replace").strip().splitlines()[-1:]), "")
+            raise RunError(f"the run's driver has ended with {self._driver.returncode} ({path}): {last}")
 
     def learn(self) -> None:
         """Follow the run until it is over."""
@@ -117,10 +132,11 @@ class AgentsRun:
         printed_s = 0.0
         while True:
             self._poll()
-            sessions, metrics = self._gateway["sessions"], self._learner["metrics"]
+            self._require_driver()
+            sessions = self._gateway["sessions"]
             if started_s is None and sessions.get("opened"):
                 started_s = time.monotonic()
-            self._log(sessions, metrics)
+            self._log()
             if time.monotonic() - printed_s >= PRINT_S:
                 printed_s = time.monotonic()
                 reward = "-" if sessions["reward"] is None else f"{sessions['reward']:.3f}"
@@ -153,7 +169,10 @@ class AgentsRun:
             with suppress(RecordUnwritable):
                 self.recorder.record_weights(*published)
 
-    def _log(self, sessions: dict[str, Any], metrics: dict[str, float]) -> None:
-        counts = {f"sessions/{name}": float(each) for name, each in sessions.items() if isinstance(each, int | float)}
+    def _log(self) -> None:
+        step = self._learner["updates"]
         with suppress(RecordUnwritable):
-            self.recorder.log(self._learner["updates"], counts | metrics)
+            self.recorder.log(step, self._metrics.compute(self._gateway, self._learner))
+            if step >= self._next_event:  # consoles draw answers of new versions
+                self._next_event = 2 * step
+                self.recorder.record_event("learning", step=step, reward=self._gateway["sessions"]["reward"])

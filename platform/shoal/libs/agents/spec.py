@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from shoal.config import Spec
 from shoal.extend.rl import AnyAlgorithmConfig, GatewaySpec, LearnerSpec, RLSpec
 from shoal.libs.agents.config import PolicyGradientTextConfig
+from shoal.network_address import is_loopback
 
 
 def _complete_path(model: str) -> str:
@@ -22,6 +23,7 @@ class SessionsSpec(Spec):
     """How sessions are opened, and how groups are settled."""
 
     host: str = "127.0.0.1"
+    advertise: str = Field(default="", description="URL by which agents reach it, as https://agents.example")
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
     wait_s: float = Field(default=30.0, gt=0, description="for credit, within a request; then it is refused with 429")
     group_s: float = Field(default=600.0, gt=0, description="after the first end of a group, for the others")
@@ -30,6 +32,13 @@ class SessionsSpec(Spec):
     )
     truncated: Literal["train", "drop"] = Field(default="train", description="episodes that were cut off")
     cancelled: Literal["train", "drop"] = Field(default="drop", description="answers whose client has left")
+
+    @model_validator(mode="after")
+    def _is_closed_by_default(self) -> SessionsSpec:
+        if not is_loopback(self.host) and not self.advertise.startswith("https://"):
+            problem = f"host = {self.host!r} is beyond loopback, and keys would be in clear"
+            raise ValueError(f"{problem}: put a proxy with TLS before it, and give advertise=https://NAME")
+        return self
 
 
 class ReplicaSpec(Spec):
@@ -96,6 +105,6 @@ class AgentsSpec(Spec):
     def make_rl_spec(self) -> RLSpec:
         """What the gateway and the learner read of it."""
         spaces = json.dumps({"observation": [1], "action": 2})  # no game joins
-        gateway = GatewaySpec(max_version_lag=self.max_version_lag + 1, queue_capacity=64 * self.credit)
+        gateway = GatewaySpec(max_version_lag=self.max_version_lag, queue_capacity=64 * self.credit)
         values: dict[str, Any] = {"env": spaces, "gateway": gateway, "learner": self.learner, "hidden": ()}
         return RLSpec.parse(values | {"algorithm": self.text_algorithm})

@@ -68,6 +68,8 @@ def _find_targets(fields: Mapping[str, Any]) -> dict[str, float]:
         for path, value in fields.items()
         if path.endswith("target_return") and value is not None
     }
+    if (target := fields.get("target_reward")) is not None:
+        targets["sessions/reward"] = target
     if (metric := fields.get("stop.target.metric")) is not None:
         targets[f"{VALIDATION}{metric}"] = fields["stop.target.value"]
     return targets

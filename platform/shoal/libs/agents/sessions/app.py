@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,25 +72,27 @@ class Exchange:
 
     async def _write(self, is_last: bool) -> None:
         turns, self._texts.turns = self._texts.turns, []
+        is_whole = is_last and self._head["status"] == 200
+        if not (turns or is_whole):
+            return
         body = b"".join(self._body)
         found = _REPLY_ID.search(body)
         answer = None
-        if is_last and self._head["status"] == 200:
+        if is_whole:
             head = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self._head["headers"]]
             answer = self._request, msgspec.json.encode(head), body
-        if turns or answer:
-            await self._service.write_turns(self._texts.session, turns, found[1].decode() if found else "", answer)
+        await self._service.write_turns(self._texts.session, turns, found[1].decode() if found else "", answer)
 
 
 class SessionApp:
-    """token: of the run, by which drivers open sessions. get_url: of this server, for clients; "" for the one that a
-    request names"""
+    """token: of the run, by which drivers open sessions. url: of this server, for clients; "": that which a request
+    names"""
 
-    def __init__(self, service: SessionService, sampler: Sampler, token: str, get_url: Callable[[], str]) -> None:
+    def __init__(self, service: SessionService, sampler: Sampler, token: str, url: str = "") -> None:
         self._service = service
         self._sampler = sampler
         self._token = token.encode()
-        self._get_url = get_url
+        self._url = url
         self._limits = RequestLimits()
         self._access = AccessControl(None, [])
         self._running: dict[tuple[str, bytes], asyncio.Task[Exchange]] = {}
@@ -143,7 +145,7 @@ class SessionApp:
             await _reply(send, 204, [], b"")
 
     def _describe_opened(self, scope: Scope, session: AgentSession, key: str) -> Json:
-        origin = self._get_url() or f"{scope['scheme']}://{_find_header(scope, b'host').decode('latin-1')}"
+        origin = self._url or f"{scope['scheme']}://{_find_header(scope, b'host').decode('latin-1')}"
         root = f"{origin}/s/{session.id}"
         environment = {
             "OPENAI_BASE_URL": f"{root}/v1",

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ from shoal.libs.agents.model import open_pretrained
 from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
-from shoal.libs.agents.sessions.service import SessionRules, SessionService, Step, StepOutcome
-from shoal.libs.agents.sessions.store import SessionStore
+from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.steps import Step, StepOutcome
+from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
 from shoal.wire import DropReason
 
+logger = logging.getLogger(__name__)
+GRACE_S = 2  # for answers in progress, at the end
 ACTOR_ID = "agents"  # of all incarnations of the gateway; each step has an account of its own, by its number
 PORT, ENDPOINT = "agents_port", "agents_endpoint"  # facts of the ledger, which outlive the gateway
 
@@ -37,6 +41,7 @@ class AgentsFrontSetting:
     """What the front of a run is opened with, in the gateway's process.
 
     pretrained: the folder of the model and its tokenizer
+    advertise:  the URL by which agents reach it; "": its own
     endpoint:   the name of the model at the endpoint that samples; "": this process does
     folder:     of the run's files
     """
@@ -51,6 +56,7 @@ class AgentsFrontSetting:
     length: int | None = None
     torch_threads: int = 1
     endpoint: str = ""
+    advertise: str = ""
 
     def open(
         self,
@@ -80,6 +86,7 @@ class AgentsFront:
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
+        model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: LocalSampler | EndpointSampler
         if setting.endpoint:
             context = setting.length or model.context
@@ -100,9 +107,16 @@ class AgentsFront:
         self._socket = socket.create_server((setting.host, setting.port or known), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         self._ledger.set_fact(PORT, str(self.port))
-        self.url = f"http://{setting.host}:{self.port}"
-        app = SessionApp(self._service, self._sampler, setting.token, lambda: "")
-        config = uvicorn.Config(app, log_level=logging.WARNING, access_log=False, server_header=False, lifespan="off")
+        self.url = setting.advertise or f"http://{setting.host}:{self.port}"
+        app = SessionApp(self._service, self._sampler, setting.token, setting.advertise)
+        config = uvicorn.Config(
+            app,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
+        )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
@@ -124,7 +138,8 @@ class AgentsFront:
                     continue
                 del self._queued[number]
                 outcome = StepOutcome(account.consumed, dict(account.dropped))
-                asyncio.run_coroutine_threadsafe(self._service.record_outcome(number, outcome), self._loop)
+                recording = self._service.steps.record_outcome(number, outcome)
+                asyncio.run_coroutine_threadsafe(recording, self._loop).add_done_callback(_log_failure)
 
     def _queue_step(self, step: Step) -> None:
         """Queue the segments of a step, unless an earlier gateway has."""
@@ -178,3 +193,9 @@ class AgentsFront:
         finally:
             sweeping.cancel()
             await self._sampler.close()
+
+
+def _log_failure(recording: Future[None]) -> None:
+    """A step whose outcome could not be written is recorded by the next gateway."""
+    if not recording.cancelled() and (error := recording.exception()) is not None:
+        logger.error("the outcome of a step was not recorded: %r", error)

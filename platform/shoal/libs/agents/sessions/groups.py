@@ -6,6 +6,7 @@ group is outcome, once, and travels in the segments.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -72,6 +73,7 @@ class AgentSession:
     num_running: its requests in progress, during which it does not idle
     why:         of an end without a reward
     rewards:     of turns, by the id of the answer
+    closing:     one end is written at a time
     """
 
     id: str
@@ -86,6 +88,7 @@ class AgentSession:
     ending: Ending | None = None
     num_running: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
+    closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def from_row(cls, row: StoredSession, tree: TokenTree, now_s: float) -> Self:

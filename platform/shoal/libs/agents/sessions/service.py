@@ -9,47 +9,45 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import sqlite3
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
 
 import msgspec
 
 from shoal.errors import InferenceError
-from shoal.extend.rl import Segment
 from shoal.libs.agents.sessions.credit import SessionCredit
 from shoal.libs.agents.sessions.groups import (
     MAX_TASK_BYTES,
     AgentSession,
     Ending,
-    GroupOutcome,
     GroupRules,
     Opening,
     SessionGroup,
     State,
     count_versions,
-    make_segments,
 )
+from shoal.libs.agents.sessions.steps import LearnerSteps, Step
 from shoal.libs.agents.sessions.store import (
     SessionRecords,
     SessionStore,
     StoredSession,
     change_session,
-    close_step,
     count,
     insert_answer,
     insert_record,
     insert_session,
-    insert_step,
-    renumber_step,
 )
 from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
 
 SWEEP_S = 0.25
-DISK_PAUSE_S = 2.0
+# Means of the newest ones: rewards of sessions, sampled tokens of answers, those that were cut off by their limit, and
+# groups that teach nothing, since all rewards are equal.
+WINDOWS = {"reward": 256, "length": 1024, "cut_fraction": 1024, "no_signal_fraction": 64}
 
 
 class SessionError(InferenceError):
@@ -82,22 +80,6 @@ class SessionRules:
     cancelled: Literal["drop", "train"] = "drop"
 
 
-@dataclass
-class Step:
-    """Segments that are learnt together. num_sessions: of its groups, dropped ones too, whose credit it holds"""
-
-    number: int
-    segments: list[Segment] = field(default_factory=list)
-    num_sessions: int = 0
-
-
-class StepOutcome(NamedTuple):
-    """What the ledger says of a step's segments: how many were learnt, and dropped by reason."""
-
-    num_learnt: int
-    dropped: Mapping[str, int]
-
-
 class SessionService:
     """tokenizer: of the model. emit: takes the segments of a step. get_version: that of the newest weights"""
 
@@ -113,17 +95,14 @@ class SessionService:
         self.tokenizer = tokenizer
         self._store = store
         self._records = store.records
-        self._emit = emit
         self.get_version = get_version
         self._credit = SessionCredit(rules.credit)
         self._sessions: dict[str, AgentSession] = {}  # that are open
         self._groups: dict[str, SessionGroup] = {}
         self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
-        self._outcomes: list[GroupOutcome] = []  # of the next step
-        self._steps: dict[int, Step] = {}  # handed over, by number
-        self._num_steps = 0
         self.counts = Counter[str]()
-        self.rewards: deque[float] = deque(maxlen=256)
+        self.steps = LearnerSteps(store, rules.groups_per_step, self._credit, emit, self.counts)
+        self._recent = {name: deque[float](maxlen=size) for name, size in WINDOWS.items()}
         self.is_over = False
 
     # -- opening and ending ---------------------------------------------------------------------------------------
@@ -231,19 +210,15 @@ class SessionService:
         ending.require_valid()
         encoded = msgspec.json.encode(ending)
         session = self._sessions.get(session_id)
-        if session is None:
-            row = require_known(self._records.find(session_id))
-            if row.ending is None:
-                self.find(session_id)
-            if row.ending != encoded:
-                raise SessionError(422, "end_differs", "the session has ended with another body")
-            return self._describe_end(row.state, load_tree(self._records, session_id, self.tokenizer))
-        session.ending = ending
-        state: State = "failed" if ending.failed else "ended"
-        if session.reward is not None:
-            self.rewards.append(session.reward)
-        await self._close(session, state, ending.failed)
-        return self._describe_end(state, session.tree)
+        if session is not None:
+            await self._close(session, "failed" if ending.failed else "ended", ending.failed, ending)
+        row = require_known(self._records.find(session_id))
+        if row.ending is None:
+            self.find(session_id)
+        if row.ending != encoded:
+            raise SessionError(422, "end_differs", "the session has ended with another body")
+        tree = load_tree(self._records, session_id, self.tokenizer) if session is None else session.tree
+        return self._describe_end(row.state, tree)
 
     @staticmethod
     def _describe_end(state: str, tree: TokenTree) -> dict[str, Any]:
@@ -251,26 +226,34 @@ class SessionService:
         tokens = {"sampled": count_versions(tree.turns.values()).total(), "trains": trained}
         return {"state": state, "turns": len(tree.turns), "tokens": tokens}
 
-    async def _close(self, session: AgentSession, state: State, why: str) -> None:
-        """Let a session end; its group may be complete by that."""
-        now_s = time.time()
-        session.state, session.why = state, why
-        del self._sessions[session.id]
-        self.counts[state] += 1
-        if (group := self._groups.get(session.group)) is not None:
-            group.first_end_at = group.first_end_at or now_s
-        ending = None if session.ending is None else msgspec.json.encode(session.ending)
-        await self._store.write(change_session(session.id, state=state, why=why, ending=ending, end_time=now_s))
+    async def _close(self, session: AgentSession, state: State, why: str, ending: Ending | None = None) -> None:
+        """Let a session end, unless it has; its group may be complete by that. Raises InferenceError (503)."""
+        async with session.closing:
+            if session.state != "open":
+                return
+            now_s = time.time()
+            encoded = None if ending is None else msgspec.json.encode(ending)
+            await self._store.write(change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s))
+            session.state = state
+            session.why = why
+            session.ending = ending
+            del self._sessions[session.id]
+            self.counts[state] += 1
+            if (group := self._groups.get(session.group)) is not None:
+                group.first_end_at = group.first_end_at or now_s
+            if session.reward is not None and session.opening.purpose == "train":
+                self._recent["reward"].append(session.reward)
         await self._close_groups(now_s)
 
     async def sweep(self) -> None:
         """Let sessions expire, and close groups whose time is over; until it is cancelled."""
         while True:
             now_s = time.time()
-            for session in list(self._sessions.values()):
-                if lapse := session.describe_lapse(now_s):
-                    await self._close(session, "expired", lapse)
-            await self._close_groups(now_s)
+            with suppress(InferenceError):  # a disk that takes nothing now: the next time
+                for session in list(self._sessions.values()):
+                    if lapse := session.describe_lapse(now_s):
+                        await self._close(session, "expired", lapse)
+                await self._close_groups(now_s)
             await asyncio.sleep(SWEEP_S)
 
     # -- turns ----------------------------------------------------------------------------------------------------
@@ -289,11 +272,13 @@ class SessionService:
             statements.append(insert_answer(session.id, *answer))
         try:
             await self._store.write(*statements)
-        except sqlite3.Error as error:
+        except InferenceError:
             session.tree.discard(turns)
-            problem = f"the run's disk takes nothing now: {error}"
-            raise InferenceError(503, problem, retry_after_s=DISK_PAUSE_S) from error
-        self.counts["sampled_tokens"] += sampled.total()
+            raise
+        self.counts["tokens/sampled"] += sampled.total()
+        self.counts["answers"] += len(turns)
+        self._recent["length"].extend(len(each.tokens) for each in turns)
+        self._recent["cut_fraction"].extend(each.finish == "length" for each in turns)
 
     def find_answer(self, session: AgentSession, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to this request, if it was written."""
@@ -319,51 +304,10 @@ class SessionService:
                     await self._close(
                         each, "evicted", f"its group was closed without it after {self.rules.groups.group_s:g} s"
                     )
-            self._outcomes.append(self.rules.groups.compare(group))
-        while len(self._outcomes) >= self.rules.groups_per_step:
-            taken = self._outcomes[: self.rules.groups_per_step]
-            del self._outcomes[: len(taken)]
-            await self._hand_over(taken)
-
-    async def _hand_over(self, groups: Sequence[GroupOutcome]) -> None:
-        self._num_steps += 1
-        step = Step(self._num_steps)
-        dropped = Counter[tuple[str, int]]()
-        statements = [insert_step(step.number)]
-        for group in groups:
-            step.segments += group.segments
-            step.num_sessions += group.num_reserved + group.num_sessions.total()
-            dropped += group.dropped
-            self.counts.update({f"dropped_{reason}": num for reason, num in group.num_sessions.items() if reason})
-            statements += [
-                change_session(each.id, step=step.number, advantage=advantage) for each, advantage in group.members
-            ]
-        statements += [count(reason, version, num) for (reason, version), num in dropped.items()]
-        self._steps[step.number] = step
-        await self._store.write(*statements)
-        if step.segments:
-            self._emit(step)
-        else:
-            await self.record_outcome(step.number, StepOutcome(0, {}))
-
-    async def record_outcome(self, number: int, outcome: StepOutcome) -> None:
-        """The learner is through with a step: count its tokens, and give back its credit.
-
-        Where only some of its segments were dropped, the last ones count as those.
-        """
-        step = self._steps.pop(number)
-        reasons = ["learned"] * outcome.num_learnt
-        reasons += [reason for reason, num in outcome.dropped.items() for _ in range(num)]
-        tokens = Counter[tuple[str, int]]()
-        for segment, reason in zip(step.segments, reasons, strict=True):
-            for version in segment.versions[segment.extras["trains"][:-1]].tolist():
-                tokens[reason, version] += 1
-        statements = [count(reason, version, num) for (reason, version), num in tokens.items()]
-        self.counts["steps"] += 1
-        for (reason, _), num in tokens.items():
-            self.counts[f"tokens_{reason}"] += num
-        self._credit.give_back(step.num_sessions)
-        await self._store.write(close_step(number), *statements)
+            outcome = self.rules.groups.compare(group)
+            self._recent["no_signal_fraction"].append("no_signal" in outcome.num_sessions and not outcome.segments)
+            self.steps.add(outcome)
+        await self.steps.hand_over()
 
     # -- after a crash --------------------------------------------------------------------------------------------
 
@@ -373,13 +317,16 @@ class SessionService:
         was_lost: whether the segments of a step are to be queued again, under another number. Returns the steps to
         queue, or to wait for. Before the event loop runs.
         """
-        now_s = time.time()
-        self._num_steps = self._records.find_last_step()
+        for what, by_version in self._records.count_tokens().items():
+            self.counts[f"tokens/{what}"] = sum(by_version.values())
         for row in self._records.list_unassigned():
-            session = self._load(row, now_s)
+            is_training = msgspec.json.decode(row.opening, type=Opening).purpose == "train"
+            if not (is_training or row.state == "open"):
+                continue
+            session = self._load(row)
             if session.state == "open":
                 self._sessions[session.id] = session
-            if session.opening.purpose == "train":
+            if is_training:
                 size = session.opening.group_size
                 group = self._groups.get(session.group)
                 if group is None:
@@ -389,42 +336,21 @@ class SessionService:
                 group.members.append(session)
                 if session.state != "open":
                     group.first_end_at = group.first_end_at or row.end_time
-        steps = []
-        for number in self._records.list_open_steps():
-            step = self._load_step(number, now_s)
-            if was_lost(number):
-                self._num_steps += 1
-                step.number = self._num_steps
-                self._store.write_first(*renumber_step(number, step.number))
-            self._credit.available -= step.num_sessions
-            self._steps[step.number] = step
-            steps.append(step)
-        return steps
+        return self.steps.restore(self._load, was_lost)
 
-    def _load(self, row: StoredSession, now_s: float) -> AgentSession:
-        return AgentSession.from_row(row, load_tree(self._records, row.id, self.tokenizer), now_s)
-
-    def _load_step(self, number: int, now_s: float) -> Step:
-        step = Step(number)
-        groups = set[str]()
-        for row in self._records.list_of_step(number):
-            session = self._load(row, now_s)
-            if session.group not in groups:
-                groups.add(session.group)
-                step.num_sessions += session.opening.group_size
-            if row.advantage is not None:
-                step.segments += make_segments(session, row.advantage)
-        return step
+    def _load(self, row: StoredSession) -> AgentSession:
+        return AgentSession.from_row(row, load_tree(self._records, row.id, self.tokenizer), time.time())
 
     def describe(self) -> Mapping[str, Any]:
-        """Counts, for the record of the run."""
+        """Counts, for the record of the run: sessions, answers, `tokens/` by what became of them, and `drops/`, the
+        sessions that are not learnt, by reason."""
         return {
             **self.counts,
             "open": len(self._sessions),
             "waiting": self._credit.num_waiting,
             "credit": self._credit.available,
-            "window": self.rewards.maxlen,
-            "reward": sum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "window": WINDOWS["reward"],
+            **{name: fmean(each) if each else None for name, each in self._recent.items()},
         }
 
 

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.atomic_file import connect_private, describe_newer_format, is_newer_format
-from shoal.errors import RunError
+from shoal.errors import InferenceError, RunError
 from shoal.libs.agents.sessions.token_tree import Turn
 
 FILE_NAME = "sessions.sqlite"  # in a run's folder
+TOKENIZER = "tokenizer.json"  # beside it: its texts can be read without the model
 FORMAT = 1
+DISK_PAUSE_S = 2.0  # before a client repeats its request
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
@@ -142,11 +144,15 @@ class SessionStore:
         self._thread.start()
 
     async def write(self, *statements: Statement) -> None:
-        """Return when all are on the disk. Raises sqlite3.Error: none is."""
+        """Return when all are on the disk. Raises InferenceError (503): none is, since the disk takes nothing now."""
         loop = asyncio.get_running_loop()
         written = loop.create_future()
         self._writes.put(_Write(statements, loop, written))
-        await written
+        try:
+            await written
+        except sqlite3.Error as error:
+            problem = f"the run's disk takes nothing now: {error}"
+            raise InferenceError(503, problem, retry_after_s=DISK_PAUSE_S) from error
 
     def write_first(self, *statements: Statement) -> None:
         """Write before any other thread does. Raises sqlite3.Error."""

@@ -120,6 +120,7 @@ class SessionText:
         self._plan = self._texts.session.tree.plan(
             [dict(each) for each in messages], [dict(each) for each in tools] if tools else None, fields
         )
+        self._texts.service.counts["branches"] += self._plan.is_branch
         return self._plan.prompt
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
