@@ -32,6 +32,7 @@ from shoal.wire import DropReason
 
 logger = logging.getLogger(__name__)
 GRACE_S = 2  # for answers in progress, at the end
+KEEP_ALIVE_S = 75  # longer than stock clients keep a connection
 ACTOR_ID = "agents"  # of all incarnations of the gateway; each step has an account of its own, by its number
 PORT, ENDPOINT = "agents_port", "agents_endpoint"  # facts of the ledger, which outlive the gateway
 
@@ -84,6 +85,7 @@ class AgentsFront:
         self._progress = state.actors.join((ACTOR_ID, 0))
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
+        self._closed_version = state.version  # of the last step that was learnt, at least
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
@@ -116,6 +118,7 @@ class AgentsFront:
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
@@ -136,6 +139,10 @@ class AgentsFront:
                 account = self._ledger.get_account((ACTOR_ID, number))
                 if account.queued or account.received < num_segments:
                     continue
+                if account.consumed:  # what its credit lets in is sampled by its weights
+                    if self._state.version <= self._closed_version:
+                        continue
+                    self._closed_version = min(self._state.version, self._closed_version + 1)
                 del self._queued[number]
                 outcome = StepOutcome(account.consumed, dict(account.dropped))
                 recording = self._service.steps.record_outcome(number, outcome)

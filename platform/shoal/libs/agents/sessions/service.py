@@ -222,9 +222,10 @@ class SessionService:
 
     @staticmethod
     def _describe_end(state: str, tree: TokenTree) -> dict[str, Any]:
-        trained = sum(int(each.trains.sum()) for each in tree.segments()) if state == "ended" else 0
-        tokens = {"sampled": count_versions(tree.turns.values()).total(), "trains": trained}
-        return {"state": state, "turns": len(tree.turns), "tokens": tokens}
+        turns = tree.turns.values()
+        trained = [each for each in turns if each.trains] if state == "ended" else []
+        tokens = {"sampled": count_versions(turns).total(), "trains": count_versions(trained).total()}
+        return {"state": state, "turns": len(turns), "tokens": tokens}
 
     async def _close(self, session: AgentSession, state: State, why: str, ending: Ending | None = None) -> None:
         """Let a session end, unless it has; its group may be complete by that. Raises InferenceError (503)."""
