@@ -137,6 +137,7 @@ class SessionText:
         try:
             async with aclosing(texts.sampler.generate(request, call)) as events:
                 async for event in events:
+                    texts.service.find(texts.session.id)  # raises once it is over
                     answers[event.index].take(event)
                     if all(each.finish for each in answers):
                         texts.turns += [self._add(plan, each, why_not) for each in answers]
