@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
-from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening
+from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening, Reward
 from shoal.libs.agents.sessions.service import SessionError, SessionService
 from shoal.libs.agents.sessions.texts import Sampler, SessionTexts
 from shoal.libs.language.api.app import LanguageApp
@@ -37,7 +37,7 @@ class AnswerReward(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST …/rewards`. reply: the id of the answer"""
 
     reply: str = msgspec.field(name="turn")
-    reward: float
+    reward: Reward
 
 
 class Exchange:

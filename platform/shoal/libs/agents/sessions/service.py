@@ -39,6 +39,7 @@ from shoal.libs.agents.sessions.store import (
     StoredSession,
     change_session,
     count,
+    delete_answers,
     insert_answer,
     insert_record,
     insert_session,
@@ -112,8 +113,7 @@ class SessionService:
     async def open(self, opening: Opening, token_key: str) -> tuple[AgentSession, str]:
         """A new session and its key; with the same idempotency key again the same one. Raises SessionError (400, 410,
         429)."""
-        encoded = msgspec.json.encode(opening)
-        if len(encoded) > MAX_TASK_BYTES:
+        if len(msgspec.json.encode(opening.task)) > MAX_TASK_BYTES:
             raise SessionError(400, "invalid", f"task: larger than {MAX_TASK_BYTES} bytes")
         if opening.group_size > self._credit.total:
             problem = f"group_size = {opening.group_size}: the run takes {self._credit.total} sessions at once"
@@ -265,7 +265,8 @@ class SessionService:
                 return
             now_s = time.time()
             encoded = None if ending is None else msgspec.json.encode(ending)
-            await self._store.write(change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s))
+            ended = change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s)
+            await self._store.write(ended, delete_answers(session.id))
             session.state = state
             session.why = why
             session.ending = ending
