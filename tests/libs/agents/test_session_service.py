@@ -28,7 +28,7 @@ from test_token_tree import assistant, make_tokenizer, user
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.sessions.credit import SessionCredit
-from shoal.libs.agents.sessions.groups import GroupRules, Opening
+from shoal.libs.agents.sessions.groups import Ending, GroupRules, Opening, SessionGroup
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
 from shoal.libs.agents.sessions.service import SessionError, SessionRules, SessionService
 from shoal.libs.agents.sessions.store import SessionStore
@@ -97,6 +97,23 @@ def test_an_opening_that_waits_when_the_run_ends_is_refused(service: SessionServ
             await waiting
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("baseline", "num_segments"), [("global", 1), ("group_mean", 0)])
+def test_an_answer_without_advantage_is_learnt_where_the_learner_compares_it(
+    service: SessionService, baseline: Any, num_segments: int
+) -> None:
+    """A failure, of a group of its own: with the others of its batch it is below the mean."""
+
+    async def run() -> int:
+        session, _ = await service.open(Opening(), "")
+        tree = session.tree
+        tree.add(tree.plan([user("ab")]), assistant("c"), [1, 2], [-0.5, -0.5], [3, 3])
+        session.ending = Ending(reward=0.0)
+        outcome = GroupRules(baseline).compare(SessionGroup("g", 0, [session]))
+        return len(outcome.segments)
+
+    assert asyncio.run(run()) == num_segments
 
 
 def test_tokens_of_an_evaluation_have_an_account(service: SessionService, tmp_path: Path) -> None:

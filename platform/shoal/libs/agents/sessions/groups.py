@@ -200,7 +200,7 @@ class GroupRules:
             return outcome
         advantages = compute_advantages(rewards, self.baseline)
         for session, advantage in zip(graded, advantages, strict=True):
-            if advantage:
+            if advantage or self.baseline == "global":  # of which the learner takes the mean of the batch
                 self._emit(outcome, session, float(advantage))
             else:
                 self._drop(outcome, session, "no_signal")
