@@ -80,8 +80,7 @@ class Exchange:
         found = _REPLY_ID.search(body)
         answer = None
         if is_whole:
-            head = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self._head["headers"]]
-            answer = self._request, msgspec.json.encode(head), body
+            answer = self._request, msgspec.msgpack.encode(self._head["headers"]), body
         await self._service.write_turns(self._texts.session, turns, found[1].decode() if found else "", answer)
 
 
@@ -181,9 +180,7 @@ class SessionApp:
                 return
             if (written := self._service.find_answer(session, request)) is not None:
                 self._service.counts["repeated"] += 1
-                head = [
-                    (name.encode("latin-1"), value.encode("latin-1")) for name, value in msgspec.json.decode(written[0])
-                ]
+                head = msgspec.msgpack.decode(written[0], type=list[tuple[bytes, bytes]])
                 await _reply(send, 200, head, written[1])
                 return
         texts = SessionTexts(self._service, self._sampler, session)
