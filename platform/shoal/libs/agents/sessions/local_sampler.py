@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -18,6 +19,30 @@ from shoal.libs.language.text_model import TextCall
 from shoal.weights import WeightSnapshot, decode_tensors
 
 IDLE_S = 0.2  # between two looks for newer weights, without work
+
+
+class _Events:
+    """Those of one request, from the engine's thread to its reader."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[TokenEvent | Exception] = deque()
+        self._ready = asyncio.Event()
+
+    def put(self, event: TokenEvent | Exception) -> None:
+        """From the engine's thread."""
+        self._events.append(event)
+        self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def take(self) -> TokenEvent:
+        """The next event. Raises the error that has ended the engine."""
+        while not self._events:
+            self._ready.clear()
+            await self._ready.wait()
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
 
 class LocalSampler:
@@ -40,7 +65,7 @@ class LocalSampler:
         self.context = self._engine.length
         self._get_weights = get_weights
         self._torch_threads = torch_threads
-        self._events: dict[int, Callable[[TokenEvent | Exception], object]] = {}  # to the reader of each request
+        self._events: dict[int, _Events] = {}
         self._lock = threading.Lock()  # of the above: an event never comes before its request is known
         self._has_work = threading.Event()
         self._is_closed = False
@@ -53,13 +78,7 @@ class LocalSampler:
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         """See `TextModel`."""
-        running = request.num_answers
-        queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(event: TokenEvent | Exception) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
-
+        events, running = _Events(), request.num_answers
         with self._lock:
             if self._is_closed:
                 raise InferenceError(503, "the sampler is closing", retry_after_s=1.0)
@@ -67,13 +86,11 @@ class LocalSampler:
                 number = self._engine.submit(request)
             except ConfigError as error:
                 raise InferenceError(400, str(error), field=error.field) from None
-            self._events[number] = put
+            self._events[number] = events
         self._has_work.set()
         try:
             while running:
-                event = await queue.get()
-                if isinstance(event, Exception):  # which has ended the engine
-                    raise event
+                event = await events.take()
                 running -= event.finish is not None
                 yield event
         finally:
@@ -112,9 +129,9 @@ class LocalSampler:
                     continue
                 for event in self._engine.step():
                     with self._lock:
-                        put = self._events.get(event.request)
-                    if put is not None:
-                        put(event)
+                        events = self._events.get(event.request)
+                    if events is not None:
+                        events.put(event)
         except Exception as failure:
             error = InferenceError(500, f"the sampler has failed: {failure}")
             raise
@@ -122,5 +139,5 @@ class LocalSampler:
             with self._lock:
                 self._is_closed = True
                 waiting, self._events = list(self._events.values()), {}
-            for put in waiting:
-                put(error)
+            for each in waiting:
+                each.put(error)
