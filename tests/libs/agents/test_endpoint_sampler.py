@@ -67,6 +67,16 @@ def test_several_answers_are_as_many_requests(port: int) -> None:
     assert [sum(each.index == index for each in got) for index in range(3)] == [12] * 3
 
 
+def test_an_answer_that_cannot_be_read_ends_all(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def break_off(*_: object) -> AsyncIterator[Any]:
+        raise KeyError("choices")
+        yield
+
+    monkeypatch.setattr(EndpointSampler, "_stream", break_off)
+    with pytest.raises(KeyError, match="choices"):
+        sample(port, replace(REQUEST, num_answers=3))
+
+
 def test_a_refusal_names_its_field(port: int) -> None:
     with pytest.raises(InferenceError, match="context") as caught:
         sample(port, replace(REQUEST, prompt=(1,) * 4000))

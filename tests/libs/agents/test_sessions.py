@@ -134,6 +134,7 @@ def test_an_answer_that_no_disk_takes_is_none(url: str, monkeypatch: pytest.Monk
         ({}, 400, "give a reward"),
         ({"reward": 1.0, "failed": "both"}, 400, "give a reward"),
         ({"reward": "high"}, 400, "float"),
+        ({"reward": 1e300}, 400, "reward"),
         ({"failed": "the shop was closed"}, 200, "failed"),
         ({"reward": 0.5, "truncated": True}, 200, "ended"),
     ],

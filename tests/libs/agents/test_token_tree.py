@@ -184,18 +184,6 @@ def test_a_trimming_template_continues() -> None:
     assert "assistant\n  b \n<|im_end|>\n<|im_start|>user\nc<" in tree.tokenizer.decode(plan.prompt)
 
 
-def test_an_answer_that_is_begun_is_continued() -> None:
-    tree = TokenTree(make_tokenizer())
-    first = add(tree, [user("x")], assistant("b"), [65, tree.tokenizer.eos_token_id])
-    begun = [user("x"), assistant("b"), user("c"), assistant("The")]
-    plan = tree.plan(begun, continues=True)
-    assert plan.parent == first
-    assert tree.tokenizer.decode(plan.prompt).endswith("<|im_start|>assistant\nThe")
-    assert tree.plan(begun[:2], continues=True).parent is None  # the client's begin, and not the turn
-    add(tree, begun[:3], assistant("The"), [66])
-    assert tree.plan(begun, continues=True) == plan
-
-
 def test_what_a_template_refuses_is_an_error_of_the_request() -> None:
     tree = TokenTree(make_tokenizer(NO_SYSTEM))
     with pytest.raises(InferenceError, match="the chat template of the model refuses them: no system"):
@@ -304,8 +292,7 @@ def test_each_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(op
     tree.restore(msgspec.msgpack.decode(each, type=Turn) for each in reversed(written))
 
     trained: list[float] = []
-    segments = tree.segments({number: float(number) for number in agents.read})
-    for segment in segments:
+    for segment in tree.segments():
         assert len(segment.tokens) == len(segment.trains) == len(segment.logprobs) == len(segment.versions)
         is_sampled = np.zeros(len(segment.tokens), bool)
         for number in segment.turns:
@@ -322,8 +309,6 @@ def test_each_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(op
         trained += segment.logprobs[segment.trains].tolist()
     sampled = [value for turn in tree.turns.values() if turn.trains for value in turn.logprobs.tolist()]
     assert sorted(trained) == sorted(sampled)
-    rewarded = [number for segment in segments for number in segment.rewards]
-    assert len(rewarded) == len({*rewarded})
     for conversation in agents.conversations:  # a restored tree goes on as the one before
         request = read_messages([*conversation, user("and?")], "messages")
         assert tree.plan(request) == agents.tree.plan(request)
@@ -336,10 +321,9 @@ def test_a_turn_is_trained_in_the_first_segment_that_has_it() -> None:
         history = [user("a"), assistant("b"), user(f"c {number}")]
         add(tree, history, assistant("d"), [67 + number], trains=not number, why_not="sampling" * number)
     add(tree, [user("other")], assistant("e"), [70])
-    segments = tree.segments({0: 0.5, 1: 1.0, 3: 2.0})
+    segments = tree.segments()
     assert [each.turns for each in segments] == [(0, 1), (3,)]  # turn 2 trains nothing
     assert [each.tokens[each.trains].tolist() for each in segments] == [[65, 66, 67], [70]]
-    assert [each.rewards for each in segments] == [{0: 0.5, 1: 1.0}, {3: 2.0}]
     dtypes = [(each.tokens.dtype, each.trains.dtype, each.logprobs.dtype, each.versions.dtype) for each in segments]
     assert dtypes == [(np.int32, np.bool_, np.float32, np.int64)] * 2
 

@@ -40,7 +40,18 @@ def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> Gat
         spec.max_tokens,
         sessions.cancelled,
     )
-    front = AgentsFrontSetting(spec.model, folder, token, rules, sessions.host, sessions.port, spec.slots, spec.length)
+    front = AgentsFrontSetting(
+        spec.model,
+        folder,
+        token,
+        rules,
+        sessions.host,
+        sessions.port,
+        spec.slots,
+        spec.length,
+        endpoint=spec.model_name if spec.replicas else "",
+        advertise=sessions.advertise.rstrip("/"),
+    )
     rl_spec = spec.make_rl_spec()
     experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)
     return GatewaySetting.of_run(rl_spec, experience, folder, token, run_id=run_id, front=front)

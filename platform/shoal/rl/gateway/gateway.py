@@ -163,8 +163,6 @@ class Gateway:
         if self._stopping.is_set():
             return
         self._finished = finished
-        if self._front is not None:
-            self._front.close()
         self._stopping.set()
         if not self.port:  # it never started
             self.queue.close()
@@ -172,6 +170,8 @@ class Gateway:
         self._wake()
         for thread in self._threads:
             thread.join(timeout=10)
+        if self._front is not None:
+            self._front.close()
         self.queue.on_space_freed = lambda: None
         self._inference.close()
         self.queue.ledger.set_fact("progress", self._progress.dump_state())

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -18,7 +19,7 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
-from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening
+from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening, Reward
 from shoal.libs.agents.sessions.service import SessionError, SessionService
 from shoal.libs.agents.sessions.texts import Sampler, SessionTexts
 from shoal.libs.language.api.app import LanguageApp
@@ -36,7 +37,7 @@ class AnswerReward(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST …/rewards`. reply: the id of the answer"""
 
     reply: str = msgspec.field(name="turn")
-    reward: float
+    reward: Reward
 
 
 class Exchange:
@@ -79,8 +80,7 @@ class Exchange:
         found = _REPLY_ID.search(body)
         answer = None
         if is_whole:
-            head = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self._head["headers"]]
-            answer = self._request, msgspec.json.encode(head), body
+            answer = self._request, msgspec.msgpack.encode(self._head["headers"]), body
         await self._service.write_turns(self._texts.session, turns, found[1].decode() if found else "", answer)
 
 
@@ -129,13 +129,12 @@ class SessionApp:
             self._require_token(scope)
             await _send_json(send, 200, self._service.export(session_id))
             return
+        self._require_either(scope, session_id)
         body = await self._read(receive)
         if verb == "end":
             ending = msgspec.json.decode(body, type=Ending)
-            self._require_either(scope, session_id)
             await _send_json(send, 200, await self._service.end(session_id, ending))
             return
-        self._require_either(scope, session_id)
         session = self._service.touch(session_id)
         if verb == "rewards":
             given = msgspec.json.decode(body, type=AnswerReward)
@@ -166,12 +165,12 @@ class SessionApp:
 
     async def _converse(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         self._require_session_key(scope, session_id)
+        body = await self._read(receive)
         session = self._service.touch(session_id)
         if scope["method"] != "POST":
             app = LanguageApp(SessionTexts(self._service, self._sampler, session), self._access, self._limits)
             await app(scope, receive, send)
             return
-        body = await self._read(receive)
         named, retries = _find_header(scope, b"idempotency-key"), _find_header(scope, b"x-stainless-retry-count")
         request = hashlib.blake2b(b"\0".join((scope["path"].encode(), named, body)), digest_size=16).digest()
         if named or (retries.isdigit() and int(retries)):
@@ -181,9 +180,7 @@ class SessionApp:
                 return
             if (written := self._service.find_answer(session, request)) is not None:
                 self._service.counts["repeated"] += 1
-                head = [
-                    (name.encode("latin-1"), value.encode("latin-1")) for name, value in msgspec.json.decode(written[0])
-                ]
+                head = msgspec.msgpack.decode(written[0], type=list[tuple[bytes, bytes]])
                 await _reply(send, 200, head, written[1])
                 return
         texts = SessionTexts(self._service, self._sampler, session)
@@ -195,6 +192,7 @@ class SessionApp:
             for name, value in scope["headers"]
             if name not in (b"authorization", b"x-api-key", b"idempotency-key")
         ]
+        session.num_running += 1
         answering = self._answer(
             app, {**scope, "headers": headers}, _replay(body, receive if is_stream else None), exchange, session
         )
@@ -209,11 +207,11 @@ class SessionApp:
     async def _answer(
         self, app: LanguageApp, scope: Scope, receive: Receive, exchange: Exchange, session: AgentSession
     ) -> Exchange:
-        session.num_running += 1
         try:
             await app(scope, receive, exchange.send)
         finally:
             session.num_running -= 1
+            session.seen_at = time.time()
             await exchange.finish()
         return exchange
 

@@ -15,7 +15,6 @@ from shoal.errors import ConfigError, InferenceError, needs_extra, summarize_err
 
 Json = dict[str, Any]
 PROMPT: Json = {"add_generation_prompt": True}
-CONTINUED: Json = {"continue_final_message": True}
 # Letters and digits: templates trim and escape contents. A client cannot know it.
 _MARKER = f"answer{secrets.token_hex(16)}"
 _TOOLS = re.compile(r"\btools\b")
@@ -30,7 +29,7 @@ def render(
 ) -> str:
     """The text of a conversation.
 
-    end:             how it ends: PROMPT with the begin of an answer, CONTINUED within the last message, {} with that
+    end:             how it ends: PROMPT with the begin of an answer, {} with the last message
     template_fields: what the request has for the template alone
 
     Raises InferenceError (400) for messages, tools or fields that the template does not take.

@@ -15,7 +15,7 @@ class SessionCredit:
 
     def __init__(self, total: int) -> None:
         self.total = self.available = total
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -26,19 +26,20 @@ class SessionCredit:
         if not self._waiting and num <= self.available:
             self.available -= num
             return True
-        admitted = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         entry = (num, admitted)
         self._waiting.append(entry)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await admitted
-        except TimeoutError:
+        await asyncio.wait([admitted], timeout=timeout_s)
+        if not admitted.done():
+            self._waiting.remove(entry)
+            self._admit()  # behind it, a smaller group may wait
             return False
-        finally:
-            if (admitted.done() and admitted.cancelled()) or not admitted.done():
-                self._waiting.remove(entry)
-                self._admit()  # behind it, a smaller group may wait
-        return True
+        return admitted.result()
+
+    def close(self) -> None:
+        """No waiting one gets any."""
+        while self._waiting:
+            self._waiting.popleft()[1].set_result(False)
 
     def give_back(self, num: int) -> None:
         """Sessions are over: learnt, or dropped."""
@@ -49,4 +50,4 @@ class SessionCredit:
         while self._waiting and self._waiting[0][0] <= self.available:
             num, admitted = self._waiting.popleft()
             self.available -= num
-            admitted.set_result(None)
+            admitted.set_result(True)

@@ -51,14 +51,17 @@ class EndpointSampler:
                     yield event
             return
         single = replace(request, num_answers=1)
-        queue: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
+        queue: asyncio.Queue[TokenEvent | asyncio.Task[None]] = asyncio.Queue()
         tasks = [asyncio.ensure_future(self._fill(queue, single, call, index)) for index in range(request.num_answers)]
+        for task in tasks:
+            task.add_done_callback(queue.put_nowait)
         running = len(tasks)
         try:
             while running:
                 got = await queue.get()
-                if isinstance(got, BaseException):
-                    raise got
+                if isinstance(got, asyncio.Task):  # that has ended, and may have failed
+                    got.result()
+                    continue
                 running -= got.finish is not None
                 yield got
         finally:
@@ -73,13 +76,14 @@ class EndpointSampler:
         await self._http.aclose()
 
     async def _fill(
-        self, queue: asyncio.Queue[TokenEvent | BaseException], request: TextRequest, call: TextCall, index: int
+        self,
+        queue: asyncio.Queue[TokenEvent | asyncio.Task[None]],
+        request: TextRequest,
+        call: TextCall,
+        index: int,
     ) -> None:
-        try:
-            async for event in self._continue(request, call, index):
-                queue.put_nowait(event)
-        except (InferenceError, ConnectionLost) as error:
-            queue.put_nowait(error)
+        async for event in self._continue(request, call, index):
+            queue.put_nowait(event)
 
     async def _continue(self, request: TextRequest, call: TextCall, index: int) -> AsyncGenerator[TokenEvent]:
         """One answer, through the deaths of replicas. Raises InferenceError."""

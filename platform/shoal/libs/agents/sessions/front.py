@@ -179,7 +179,7 @@ class AgentsFront:
         """Refuse new sessions, end the answers in progress, and close the files. Idempotent."""
         if not self._thread.is_alive():
             return
-        self._service.is_over = True
+        self._loop.call_soon_threadsafe(self._service.close)
         self._sampler.stop()
         self._server.should_exit = True
         self._thread.join()

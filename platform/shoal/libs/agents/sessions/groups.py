@@ -1,7 +1,7 @@
 """The sessions of a run, and their groups: how each ends, and what becomes of its tokens. Pure: times are given.
 
 A session is one episode of an agent elsewhere. Sessions of one task are a group: its baseline is computed when the
-group is outcome, once, and travels in the segments.
+group is over, once, and travels in the segments.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shoal.libs.agents.sessions.token_tree import TokenTree, TrainingSegment, Tu
 
 MAX_TASK_BYTES = 65_536
 State = Literal["open", "ended", "failed", "expired", "evicted"]
+Reward = Annotated[float, Meta(ge=-1e30, le=1e30)]  # finite, also as the float32 of a sum
 Seconds = Annotated[float, Meta(gt=0, le=30 * 24 * 3600)]
 
 
@@ -52,7 +53,7 @@ class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     truncated: the episode was cut off by a limit of steps or time
     """
 
-    reward: float | None = None
+    reward: Reward | None = None
     failed: Annotated[str, Meta(max_length=1000)] = ""
     truncated: bool = False
 
@@ -60,8 +61,6 @@ class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Raises InferenceError (400): no reward is no reward, and never a low one."""
         if (self.reward is None) != bool(self.failed):
             raise InferenceError(400, "give a reward, or as `failed` why there is none", field="reward")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise InferenceError(400, f"reward: {self.reward} is not finite", field="reward")
 
 
 @dataclass(eq=False)
@@ -160,8 +159,6 @@ class GroupOutcome:
     num_reserved: sessions that were never opened
     """
 
-    name: str
-    rewards: list[float]
     segments: list[Segment] = field(default_factory=list)
     members: list[tuple[AgentSession, float | None]] = field(default_factory=list)
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -171,7 +168,7 @@ class GroupOutcome:
 
 @dataclass(frozen=True)
 class GroupRules:
-    """How groups are outcome.
+    """How groups are compared.
 
     baseline:  see `compute_advantages`
     group_s:   after a group's first end, within which the others must end
@@ -192,7 +189,7 @@ class GroupRules:
         """Compare the sessions that have a reward; what the others have sampled is dropped with the reason."""
         graded = [each for each in group.members if each.reward is not None and not self._is_truncated(each)]
         rewards = np.array([each.reward for each in graded], np.float32)
-        outcome = GroupOutcome(group.name, rewards.tolist(), num_reserved=group.num_unopened)
+        outcome = GroupOutcome(num_reserved=group.num_unopened)
         size = group.num_unopened + len(group.members)
         for each in group.members:
             if each not in graded:
@@ -203,7 +200,7 @@ class GroupRules:
             return outcome
         advantages = compute_advantages(rewards, self.baseline)
         for session, advantage in zip(graded, advantages, strict=True):
-            if advantage:
+            if advantage or self.baseline == "global":  # of which the learner takes the mean of the batch
                 self._emit(outcome, session, float(advantage))
             else:
                 self._drop(outcome, session, "no_signal")

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -38,6 +39,7 @@ from shoal.libs.agents.sessions.store import (
     StoredSession,
     change_session,
     count,
+    delete_answers,
     insert_answer,
     insert_record,
     insert_session,
@@ -100,36 +102,41 @@ class SessionService:
         self._sessions: dict[str, AgentSession] = {}  # that are open
         self._groups: dict[str, SessionGroup] = {}
         self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by idempotency key: of one opening at a time
         self.counts = Counter[str]()
         self.steps = LearnerSteps(store, rules.groups_per_step, self._credit, emit, self.counts)
         self._recent = {name: deque[float](maxlen=size) for name, size in WINDOWS.items()}
-        self.is_over = False
+        self._is_over = False
 
     # -- opening and ending ---------------------------------------------------------------------------------------
 
     async def open(self, opening: Opening, token_key: str) -> tuple[AgentSession, str]:
         """A new session and its key; with the same idempotency key again the same one. Raises SessionError (400, 410,
         429)."""
-        if self.is_over:
-            raise SessionError(410, "run_over", "the run is over")
-        encoded = msgspec.json.encode(opening)
-        if len(encoded) > MAX_TASK_BYTES:
+        if len(msgspec.json.encode(opening.task)) > MAX_TASK_BYTES:
             raise SessionError(400, "invalid", f"task: larger than {MAX_TASK_BYTES} bytes")
         if opening.group_size > self._credit.total:
             problem = f"group_size = {opening.group_size}: the run takes {self._credit.total} sessions at once"
             raise SessionError(400, "invalid", problem)
-        if token_key and (known := self._records.find_by_token_key(token_key)) is not None:
-            session = self._sessions.get(known.id)
-            if session is None:
-                raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
-            return session, await self._renew_key(session)
+        session_id = f"s{secrets.token_hex(10)}"
+        async with self._locks.setdefault(token_key or session_id, asyncio.Lock()):
+            if token_key and (known := self._records.find_by_token_key(token_key)) is not None:
+                session = self._sessions.get(known.id)
+                if session is None:
+                    raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
+                return session, await self._renew_key(session)
+            return await self._open(session_id, opening, token_key)
+
+    async def _open(self, session_id: str, opening: Opening, token_key: str) -> tuple[AgentSession, str]:
+        self._require_running()
         name = opening.group or f"g{secrets.token_hex(10)}"
         if opening.purpose == "train" and not await self._join_group(name, opening.group_size):
+            self._require_running()
             problem = f"the run has as many sessions as it can learn from in time ({self._credit.total})"
             raise SessionError(429, "no_credit", problem, 5.0)
         now_s, key = time.time(), f"shs_{secrets.token_urlsafe(24)}"
         session = AgentSession(
-            f"s{secrets.token_hex(10)}",
+            session_id,
             hashlib.sha256(key.encode()).digest(),
             opening,
             now_s,
@@ -140,9 +147,34 @@ class SessionService:
         self._sessions[session.id] = session
         if opening.purpose == "train":
             self._groups[name].members.append(session)
+        try:
+            await self._store.write(insert_session(session.to_row(), token_key))
+        except InferenceError:
+            self._forget(session)
+            raise
         self.counts["opened"] += 1
-        await self._store.write(insert_session(session.to_row(), token_key))
         return session, key
+
+    def close(self) -> None:
+        """The run is over: refuse openings, also those that wait."""
+        self._is_over = True
+        self._credit.close()
+
+    def _require_running(self) -> None:
+        if self._is_over:
+            raise SessionError(410, "run_over", "the run is over")
+
+    def _forget(self, session: AgentSession) -> None:
+        """A session that could not be written: its place in the group is free again."""
+        self._sessions.pop(session.id, None)
+        group = self._groups.get(session.group)
+        if group is None or session not in group.members:
+            return
+        group.members.remove(session)
+        group.num_unopened += 1
+        if not group.members:
+            del self._groups[session.group]
+            self._credit.give_back(group.num_unopened)
 
     async def _renew_key(self, session: AgentSession) -> str:
         """Another key in place of one whose answer may have been lost: only its hash is kept."""
@@ -234,7 +266,8 @@ class SessionService:
                 return
             now_s = time.time()
             encoded = None if ending is None else msgspec.json.encode(ending)
-            await self._store.write(change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s))
+            ended = change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s)
+            await self._store.write(ended, delete_answers(session.id))
             session.state = state
             session.why = why
             session.ending = ending
@@ -268,7 +301,8 @@ class SessionService:
         """
         statements = [insert_record(session.id, reply, each) for each in turns]
         sampled = count_versions(turns)
-        statements += [count("sampled", version, num) for version, num in sampled.items()]
+        accounts = ["sampled", "eval"] if session.opening.purpose == "eval" else ["sampled"]
+        statements += [count(what, version, num) for what in accounts for version, num in sampled.items()]
         if answer is not None:
             statements.append(insert_answer(session.id, *answer))
         try:
@@ -276,7 +310,8 @@ class SessionService:
         except InferenceError:
             session.tree.discard(turns)
             raise
-        self.counts["tokens/sampled"] += sampled.total()
+        for what in accounts:
+            self.counts[f"tokens/{what}"] += sampled.total()
         self.counts["answers"] += len(turns)
         self._recent["length"].extend(len(each.tokens) for each in turns)
         self._recent["cut_fraction"].extend(each.finish == "length" for each in turns)
@@ -299,12 +334,14 @@ class SessionService:
         for name, group in list(self._groups.items()):
             if not group.is_complete(now_s, self.rules.groups.group_s):
                 continue
-            del self._groups[name]
             for each in group.members:
                 if each.state == "open":
                     await self._close(
                         each, "evicted", f"its group was closed without it after {self.rules.groups.group_s:g} s"
                     )
+            if self._groups.get(name) is not group or any(each.num_running for each in group.members):
+                continue  # another call has closed it, or the last tokens of an answer are on their way
+            del self._groups[name]
             outcome = self.rules.groups.compare(group)
             self._recent["no_signal_fraction"].append("no_signal" in outcome.num_sessions and not outcome.segments)
             self.steps.add(outcome)

@@ -103,6 +103,11 @@ def insert_answer(session_id: str, request: bytes, head: bytes, body: bytes) -> 
     return Statement("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (session_id, request, head, body))
 
 
+def delete_answers(session_id: str) -> Statement:
+    """Nobody asks again: the session is over."""
+    return Statement("DELETE FROM answers WHERE session = ?", (session_id,))
+
+
 def insert_step(number: int) -> Statement:
     return Statement("INSERT INTO steps VALUES (?, 'open')", (number,))
 

@@ -137,6 +137,7 @@ class SessionText:
         try:
             async with aclosing(texts.sampler.generate(request, call)) as events:
                 async for event in events:
+                    texts.service.find(texts.session.id)  # raises once it is over
                     answers[event.index].take(event)
                     if all(each.finish for each in answers):
                         texts.turns += [self._add(plan, each, why_not) for each in answers]
@@ -168,13 +169,14 @@ def _apply_rules(request: TextRequest, session: AgentSession, service: SessionSe
     if rules.max_tokens is not None:
         most = min(request.max_tokens or rules.max_tokens, rules.max_tokens)
         request = replace(request, max_tokens=most)
+    if request.swap == "refuse":  # its 409 would be repeated
+        request = replace(request, swap="continue")
     if session.opening.purpose == "eval":
         return request, "eval"
     sampling = replace(PLAIN, temperature=rules.temperature)
     if replace(request.sampling, seed=None) != sampling:
         service.counts["sampling_overridden"] += 1
-    swap = "continue" if request.swap == "refuse" else request.swap  # its 409 would be repeated
-    request = replace(request, sampling=sampling, swap=swap, behaviour=sampling != PLAIN)
+    request = replace(request, sampling=sampling, behaviour=sampling != PLAIN)
     return request, "sampling" if request.grammar is not None else ""
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.libs.agents.sessions.chat_template import CONTINUED, PROMPT, Json, encode, render, render_behind
+from shoal.libs.agents.sessions.chat_template import PROMPT, Json, encode, render, render_behind
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")  # as they are on disk
 
@@ -102,7 +102,6 @@ class TrainingSegment:
     trains:    bool [T], of tokens that are learnt in this segment, and in no other
     logprobs:  float32 [T], versions: int64 [T], of all sampled tokens; 0 for others
     turns:     the ids, from the first turn to the last
-    rewards:   by turn, where given; a reward is in one segment, as the turn's tokens are
     """
 
     tokens: np.ndarray
@@ -110,7 +109,6 @@ class TrainingSegment:
     logprobs: np.ndarray
     versions: np.ndarray
     turns: tuple[int, ...]
-    rewards: Mapping[int, float]
 
 
 class TokenTree:
@@ -129,8 +127,6 @@ class TokenTree:
         messages: Sequence[Json],
         tools: list[Json] | None = None,
         template_fields: Mapping[str, Any] | None = None,
-        *,
-        continues: bool = False,
     ) -> Plan:
         """The prompt of a request: it continues the longest turn whose messages are the request's first ones, of equal
         ones the newest. Where there is none, the template renders the history.
@@ -138,20 +134,19 @@ class TokenTree:
         messages:        of `read_messages`
         tools:           of `ToolUse.describe`
         template_fields: the request's chat_template_kwargs
-        continues:       the answer continues the last message, which is an assistant's
 
         Behind the tokens of a turn stands what the template writes behind an answer. Its first token, which ends the
         answer, is there once: sampled, or the template's, where the answer was cut or ended by another token.
         Raises InferenceError (400) for what the template refuses.
         """
-        options = tools, CONTINUED if continues else PROMPT, template_fields
+        options = tools, PROMPT, template_fields
         keys = hash_messages(messages, tools, template_fields)
         for number in range(len(messages), 0, -1):
             parent = self._by_key.get(keys[number])
             if parent is None:
                 continue
             behind = render_behind(self.tokenizer, messages, number - 1, *options)
-            if not behind:  # the answer is the last message, to be continued, or is not shown
+            if not behind:  # the template does not show the answer
                 continue
             added = encode(self.tokenizer, behind)
             if parent.tokens[-1:].tolist() == added[:1]:
@@ -205,11 +200,11 @@ class TokenTree:
             del self.turns[turn.id]
             self._by_key.pop(turn.key, None)
 
-    def segments(self, rewards: Mapping[int, float] | None = None) -> list[TrainingSegment]:
+    def segments(self) -> list[TrainingSegment]:
         """A segment for each turn that none continues, in their order; none for one that has nothing to train.
 
         A turn in several is trained in the first of them: the trained tokens of all segments are the sampled tokens of
-        the turns that train. rewards: by turn
+        the turns that train.
         """
         segments: list[TrainingSegment] = []
         assigned: set[int] = set()
@@ -232,7 +227,6 @@ class TokenTree:
                     [each for turn in path for each in (np.zeros_like(turn.prompt), turn.versions)]
                 ),
                 turns=tuple(turn.id for turn in path),
-                rewards={each: rewards[each] for each in own if rewards and each in rewards},
             )
             if segment.trains.any():
                 segments.append(segment)
