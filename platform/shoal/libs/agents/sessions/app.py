@@ -26,6 +26,7 @@ from shoal.libs.language.api.app import LanguageApp
 from shoal.serve.protocol.request_limits import RequestLimits
 
 PREFIX = "/shoal/v1/sessions"
+MAX_RUNNING = 64  # requests of one session at a time: others wait
 _AGENT = re.compile(r"/s/(s[0-9a-f]{20})(/.*)")
 _SESSION = re.compile(rf"{PREFIX}/(s[0-9a-f]+)(?:/(end|rewards|touch))?")
 _REPLY_ID = re.compile(rb'"id":"([^"]{1,80})"')
@@ -183,6 +184,8 @@ class SessionApp:
                 head = msgspec.msgpack.decode(written[0], type=list[tuple[bytes, bytes]])
                 await _reply(send, 200, head, written[1])
                 return
+        if session.num_running >= MAX_RUNNING:
+            raise SessionError(429, "too_many_requests", f"the session has {MAX_RUNNING} requests in progress", 1.0)
         texts = SessionTexts(self._service, self._sampler, session)
         is_stream = re.search(rb'"stream"\s*:\s*true', body) is not None
         exchange = Exchange(self._service, texts, request, send if is_stream else None)

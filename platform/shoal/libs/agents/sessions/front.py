@@ -85,7 +85,6 @@ class AgentsFront:
         self._progress = state.actors.join((ACTOR_ID, 0))
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
-        self._closed_version = state.version  # of the last step that was learnt, at least
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
@@ -105,6 +104,8 @@ class AgentsFront:
             )
         self._service = SessionService(self._sessions, model.tokenizer, setting.rules, self._put, lambda: state.version)
         self._steps.extend(self._service.restore(self._was_lost))
+        # Of the last step that was learnt, at least; the newest versions may be those of steps that are open.
+        self._closed_version = state.version - len(self._steps)
         known = int(self._ledger.get_fact(PORT) or 0)
         self._socket = socket.create_server((setting.host, setting.port or known), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
