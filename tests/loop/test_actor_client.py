@@ -504,3 +504,33 @@ def test_a_forked_process_is_told_that_the_client_is_not_its_own() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         actor.send(segment())
         assert actor.drain(SOON_S)
+
+
+def test_a_signal_amid_a_pause_between_two_attempts_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler may raise at any instruction of the main thread; the client can be closed afterwards."""
+    enter, sleep = threading.Condition.__enter__, time.sleep
+    is_signalled = threading.local()
+
+    def interrupt() -> None:
+        if getattr(is_signalled, "awaits", False):
+            is_signalled.awaits = False
+            raise SystemExit
+
+    def enter_condition(condition: threading.Condition) -> bool:
+        entered = enter(condition)
+        interrupt()
+        return entered
+
+    def interrupted_sleep(seconds: float) -> None:
+        interrupt()
+        sleep(seconds)
+
+    client = ActorClient("tcp://127.0.0.1:1", TOKEN, timeout_s=600)
+    monkeypatch.setattr(threading.Condition, "__enter__", enter_condition)
+    monkeypatch.setattr(time, "sleep", interrupted_sleep)
+    is_signalled.awaits = True
+    with pytest.raises(SystemExit):
+        client.connect()
+    closing = start_thread(client.close)
+    closing.join(30)
+    assert not closing.is_alive()

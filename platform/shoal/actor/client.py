@@ -57,6 +57,7 @@ from shoal.wire.segment import estimate_segment_bytes
 _log = logging.getLogger(__name__)
 _RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors that a new hello resolves
 _DISCARD_CODES = frozenset({"malformed", "too_large"})  # the segment that such an error names can never be counted
+_PAUSE_S = 0.05  # between two looks whether the client is closed
 _HELLO_TIMEOUT_S = 2.0
 _LOST_FACTOR = 5  # times `timeout_s`, for a gateway that has answered before: its cluster may move it to another host
 _MAX_HEADER_BYTES = 2**24  # a welcome may hold the graph of a policy
@@ -104,7 +105,8 @@ class ActorClient:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = SocketLock()
-        self._closing, self._closed = threading.Event(), threading.Event()  # closing: no new session
+        self._is_closing = False  # no new session
+        self._closed = threading.Event()
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
@@ -152,7 +154,7 @@ class ActorClient:
         """
         if self._closed.is_set() or self._lock.is_owned_elsewhere:
             return
-        self._closing.set()
+        self._is_closing = True
         try:
             if self._welcome and not self.finished:
                 self.drain(drain_timeout_s)
@@ -222,7 +224,7 @@ class ActorClient:
         sending nothing, for a segment that is too large or of an unsupported dtype; Refused; RunChanged as
         `newer_weights`.
         """
-        if self._closing.is_set():
+        if self._is_closing:
             raise Closed("the client is closed")
         if not self.has_credit or self._is_session_lost:
             self.wait_for_credit(timeout_s)
@@ -368,8 +370,8 @@ class ActorClient:
         began = time.monotonic()
         deadline = min(deadline, began + self._timeout_s * (_LOST_FACTOR if self._welcome else 1))
         self._is_session_lost = True  # until a welcome, however this call ends
-        while not self._closing.is_set():
-            self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
+        while not self._is_closing:
+            self._pause(min(self._backoff.next_at, deadline))
             if time.monotonic() >= deadline:
                 tried = f"no gateway answers at {self._addresses} (tried for {deadline - began:.1f} s)"
                 raise ConnectionLost(f"{tried}; {describe_silence(self._server_key, self._welcome is not None)}")
@@ -380,6 +382,12 @@ class ActorClient:
                 self._begin_session(welcome)
                 return
         raise Closed("the client is closed")
+
+    def _pause(self, until: float) -> None:
+        """Sleep, unless the client is closed. Without a lock: the handler of a signal may raise at any instruction, and
+        would leave one of an Event behind that `close` needs."""
+        while not self._is_closing and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, _PAUSE_S))
 
     def _say_hello(self, deadline: float) -> Welcome | None:
         """Connect to the next address, and wait there for the answer."""
@@ -394,7 +402,7 @@ class ActorClient:
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
         what = (self._outbox.num_acknowledged, self.offers, self.behaviour)
         self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, *what))
-        while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
+        while (remaining_s := deadline - time.monotonic()) > 0 and not self._is_closing:
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
             try:
