@@ -91,10 +91,14 @@ def test_an_opening_that_waits_when_the_run_ends_is_refused(service: SessionServ
     async def run() -> None:
         await service.open(PAIR, "")
         waiting = asyncio.ensure_future(service.open(Opening(), ""))
+        while not service.describe()["waiting"]:
+            await asyncio.sleep(0)
+        late = asyncio.ensure_future(service.open(Opening(), ""))
         await asyncio.sleep(0)
         service.close()
-        with pytest.raises(SessionError, match="the run is over"):
-            await waiting
+        for each in (waiting, late):  # one waits, the other is about to
+            with pytest.raises(SessionError, match="the run is over"):
+                await each
 
     asyncio.run(run())
 

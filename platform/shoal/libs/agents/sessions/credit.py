@@ -16,13 +16,16 @@ class SessionCredit:
     def __init__(self, total: int) -> None:
         self.total = self.available = total
         self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     async def take(self, num: int, timeout_s: float) -> bool:
-        """Wait for the credit of `num` sessions; False when it does not come in time."""
+        """Wait for the credit of `num` sessions; False when it does not come in time, or will not come."""
+        if self._is_closed:
+            return False
         if not self._waiting and num <= self.available:
             self.available -= num
             return True
@@ -37,7 +40,8 @@ class SessionCredit:
         return admitted.result()
 
     def close(self) -> None:
-        """No waiting one gets any."""
+        """Nobody gets any more."""
+        self._is_closed = True
         while self._waiting:
             self._waiting.popleft()[1].set_result(False)
 
