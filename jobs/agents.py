@@ -18,6 +18,8 @@ def spec() -> AgentsSpec:
 
 
 if __name__ == "__main__":
-    from shoal.libs.agents.flow import agents_main
+    from shoal.cluster.job_main import job_main
+    from shoal.libs.agents.flow import run_agents
+    from shoal.libs.agents.setting import check
 
-    agents_main(spec())
+    job_main(spec(), run_agents, job="agents", check=check)

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 import shoal.runs
 from shoal.client.discovery import INFERENCE_KIND
 from shoal.errors import NotReached, RecordUnwritable, RunError
-from shoal.extend.cluster import Program, end_programs, job_main, start_program
+from shoal.extend.cluster import Program, end_programs, start_program
 from shoal.extend.flows import recorded_run
 from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
@@ -34,11 +34,6 @@ POLL_S = 0.5
 PRINT_S = 2.0
 FINISH_S = 30.0
 DRIVER_LOG = "driver.log"  # in the run's folder
-
-
-def agents_main(recipe: AgentsSpec) -> None:
-    """The main function of jobs/agents.py."""
-    job_main(recipe, run_agents, JOB, check)
 
 
 def run_agents(spec: AgentsSpec, job: str) -> str:

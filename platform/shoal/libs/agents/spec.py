@@ -16,7 +16,7 @@ from shoal.network_address import is_loopback
 
 def _complete_path(model: str) -> str:
     """A folder of this one, for processes with another."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    return str(Path(model).resolve()) if model and Path(model).is_dir() else model
 
 
 class SessionsSpec(Spec):
