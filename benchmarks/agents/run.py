@@ -58,14 +58,14 @@ async def play_within(front: Any, folder: Path, num_groups: int, group_size: int
     from shoal.libs.language.engine import Sampling, TextRequest
     from shoal.libs.language.text_model import TextCall
 
-    service, sampler, call = front._service, front._sampler, TextCall(Caller(""))
+    service, call = front._service, TextCall(Caller(""))
     while not (folder / GO).exists():
         await asyncio.sleep(POLL_S)
     seeds = itertools.count(seed * 1_000_000)
 
     async def play(group: str, task: dict[str, Any]) -> None:
         session, _ = await service.open(Opening(group=group, group_size=group_size), "")
-        texts = SessionTexts(service, sampler, session)
+        texts = SessionTexts(service, session)
         model = texts.get("model", call.caller)
         prompt = model.continue_chat([{"role": "user", "content": task["prompt"]}], None, {})
         async for _ in model.generate(TextRequest(tuple(prompt), Sampling(temperature=1.0)), call):

@@ -83,6 +83,33 @@ def test_a_refusal_names_its_field(port: int) -> None:
     assert caught.value.status == 400
 
 
+def test_an_answer_is_of_the_version_that_is_asked_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the replicas do not have yet is waited for, one that they have no more is refused by its number."""
+    stream = EndpointSampler._stream
+    asked: list[str] = []
+
+    async def come_late(self: EndpointSampler, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[Any]:
+        asked.append(body["model"])
+        late = {"model": "tiny@2"} if len(asked) == 1 else {}
+        async for choice in stream(self, body | late, headers):
+            yield choice
+
+    async def ask() -> list[TokenEvent]:
+        sampler = EndpointSampler(lambda: f"http://127.0.0.1:{port}", "tiny", "x", 2048)
+        try:
+            events = await collect(sampler.generate(REQUEST, replace(CALL, version=3)))
+            with pytest.raises(InferenceError, match="has no version 2; it serves 3") as caught:
+                await collect(sampler.generate(REQUEST, replace(CALL, version=2)))
+            assert caught.value.status == 404
+            return events
+        finally:
+            await sampler.close()
+
+    monkeypatch.setattr(EndpointSampler, "_stream", come_late)
+    assert {each.version for each in asyncio.run(ask())} == {3}
+    assert asked == ["tiny@3", "tiny@3", "tiny@2"]
+
+
 def test_an_answer_goes_on_where_its_replica_has_died(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream breaks off once, in the middle: the tokens are those of an answer that was not cut."""
     expected = [each.token for each in sample(port, REQUEST)]

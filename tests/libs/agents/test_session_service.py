@@ -37,11 +37,22 @@ from shoal.libs.agents.setting import make_setting
 PAIR = Opening(group="g", group_size=2)
 
 
+class NoSampler:
+    context = 256
+
+    def pin(self, version: int) -> None: ...
+
+    def retain(self, versions: Any) -> None: ...
+
+    def generate(self, request: Any, call: Any) -> Any:
+        raise NotImplementedError
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[SessionService]:
     store = SessionStore(tmp_path)
     rules = SessionRules(GroupRules("group_mean"), groups_per_step=1, credit=2, wait_s=60.0)
-    yield SessionService(store, make_tokenizer(), rules, lambda step: None, lambda: 1)
+    yield SessionService(store, make_tokenizer(), rules, NoSampler(), lambda step: None, lambda: 1)
     store.close()
 
 

@@ -220,6 +220,44 @@ def test_an_opening_is_repeated_by_its_idempotency_key(url: str) -> None:
     chat(replies[1].body, "ab")
 
 
+def play_step(url: str) -> None:
+    """Two groups that differ in their rewards."""
+    for _, number in itertools.product("ab", range(2)):
+        session = open_session(url, group=f"g{next(GROUPS) // 2}", group_size=2)
+        chat(session, "ab")
+        end(url, session, reward=number)
+
+
+def test_an_evaluation_is_answered_by_one_version_while_others_are_learnt(model: Path, tmp_path: Path) -> None:
+    def ask(session: Json) -> tuple[list[int], list[float]]:
+        choice = chat(session, "ab", temperature=0, logprobs=True)["choices"][0]
+        return [version for version, _ in choice["shoal"]["spans"]], [
+            each["logprob"] for each in choice["logprobs"]["content"]
+        ]
+
+    with open_run(make_spec(model), tmp_path) as loop:
+        url = find_url(loop)
+        first = open_session(url, purpose="eval")
+        pinned = first["version"]
+        versions, before = ask(first)
+        for step in (1, 2):
+            play_step(url)
+            until(lambda number=step: loop.gateway.stats()["weights_version"] == pinned + number)
+        second, same = open_session(url, purpose="eval"), open_session(url, purpose="eval", version=pinned)
+        assert (second["version"], same["version"]) == (pinned + 2, pinned)
+        assert {*versions, *ask(first)[0], *ask(same)[0]} == {pinned}
+        assert ask(first)[1] == ask(same)[1] == before != ask(second)[1]
+        assert ask(second)[0] == [pinned + 2]
+
+        unknown = post(url + SESSIONS, {"purpose": "eval", "version": pinned + 1})
+        assert (unknown.status, f"it has {pinned}, {pinned + 2}" in unknown.body["error"]["message"]) == (404, True)
+        assert post(url + SESSIONS, {"version": pinned}).status == 400
+        for each in (first, same, second):
+            end(url, each, reward=1.0)
+        until(lambda: not loop.gateway._front._sampler._pinned)
+        assert post(url + SESSIONS, {"purpose": "eval", "version": pinned}).status == 404
+
+
 class KillableRun:
     """A run in a process of its own, at the same address after each start."""
 

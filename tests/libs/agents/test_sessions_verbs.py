@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_session_service import NoSampler
 from test_token_tree import assistant, encode, make_tokenizer, user
 
 from shoal import runs
@@ -26,7 +27,7 @@ async def fill(folder: Path) -> list[AgentSession]:
     tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
     store = SessionStore(folder)
     rules = SessionRules(GroupRules("group_mean"), groups_per_step=8, credit=8)
-    service = SessionService(store, tokenizer, rules, lambda step: None, lambda: 1)
+    service = SessionService(store, tokenizer, rules, NoSampler(), lambda step: None, lambda: 1)
 
     async def say(session: AgentSession, history: list[Any], text: str, version: int, finish: str = "stop") -> None:
         tokens = encode(tokenizer, text)

@@ -21,7 +21,7 @@ from shoal.errors import InferenceError
 from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
 from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening, Reward
 from shoal.libs.agents.sessions.service import SessionError, SessionService
-from shoal.libs.agents.sessions.texts import Sampler, SessionTexts
+from shoal.libs.agents.sessions.texts import SessionTexts
 from shoal.libs.language.api.app import LanguageApp
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -89,9 +89,8 @@ class SessionApp:
     """token: of the run, by which drivers open sessions. url: of this server, for clients; "": that which a request
     names"""
 
-    def __init__(self, service: SessionService, sampler: Sampler, token: str, url: str = "") -> None:
+    def __init__(self, service: SessionService, token: str, url: str = "") -> None:
         self._service = service
-        self._sampler = sampler
         self._token = token.encode()
         self._url = url
         self._limits = RequestLimits()
@@ -158,7 +157,7 @@ class SessionApp:
             "base_url": f"{root}/v1",
             "key": key,
             "env": environment,
-            "version": self._service.get_version(),
+            "version": session.opening.version or self._service.get_version(),
             "expires_at": datetime.fromtimestamp(session.expires_at, UTC).isoformat(),
         }
 
@@ -169,7 +168,7 @@ class SessionApp:
         body = await self._read(receive)
         session = self._service.touch(session_id)
         if scope["method"] != "POST":
-            app = LanguageApp(SessionTexts(self._service, self._sampler, session), self._access, self._limits)
+            app = LanguageApp(SessionTexts(self._service, session), self._access, self._limits)
             await app(scope, receive, send)
             return
         named, retries = _find_header(scope, b"idempotency-key"), _find_header(scope, b"x-stainless-retry-count")
@@ -186,7 +185,7 @@ class SessionApp:
                 return
         if session.num_running >= MAX_RUNNING:
             raise SessionError(429, "too_many_requests", f"the session has {MAX_RUNNING} requests in progress", 1.0)
-        texts = SessionTexts(self._service, self._sampler, session)
+        texts = SessionTexts(self._service, session)
         is_stream = re.search(rb'"stream"\s*:\s*true', body) is not None
         exchange = Exchange(self._service, texts, request, send if is_stream else None)
         app = LanguageApp(texts, self._access, self._limits)

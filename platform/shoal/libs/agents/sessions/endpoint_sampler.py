@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ class EndpointSampler:
         self.context = context
         self._find_url = find_url
         self._model = model
+        self._newest = 0  # version that has answered
         self._http = httpx2.AsyncClient(
             headers={"authorization": f"Bearer {token}"},
             timeout=httpx2.Timeout(None, connect=10.0),
@@ -69,6 +70,12 @@ class EndpointSampler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def pin(self, version: int) -> None:
+        """The endpoint has the newest version and the one before it; another one is refused with the answer."""
+
+    def retain(self, versions: Collection[int]) -> None:
+        """The endpoint follows the run by itself."""
+
     def stop(self) -> None:
         """Answers in progress end with their connections."""
 
@@ -97,19 +104,22 @@ class EndpointSampler:
                     async for choice, spans in choices:
                         heard_s = time.monotonic()
                         given += spans
+                        self._newest = max(self._newest, *(version for version, _ in spans), 0)
                         for event in read_events(choice, spans, index):
                             yield event
                         if choice["finish_reason"] is not None:
                             return
-                problem = "the stream ended before its answer"
+                status, problem = 503, "the stream ended before its answer"
             except (httpx2.TransportError, ConnectionLost) as error:
-                problem = str(error) or type(error).__name__
+                status, problem = 503, str(error) or type(error).__name__
             except InferenceError as error:
-                if error.status not in (429, 502, 503):
+                is_coming = error.status == 404 and (call.version or 0) > self._newest  # replicas follow the run
+                if error.status not in (429, 502, 503) and not is_coming:
                     raise
-                problem = error.message
+                status, problem = 404 if is_coming else 503, error.message
             if time.monotonic() - heard_s > PATIENCE_S:
-                raise InferenceError(503, f"no replica has answered for {PATIENCE_S:g} s: {problem}", retry_after_s=1.0)
+                problem = f"no replica has answered for {PATIENCE_S:g} s: {problem}"
+                raise InferenceError(status, problem, 1.0, "model" if status == 404 else "")
             await asyncio.sleep(PAUSE_S)
 
     async def _stream(

@@ -25,6 +25,7 @@ from shoal.libs.agents.model import open_pretrained
 from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
+from shoal.libs.agents.sessions.pinned_sampler import PinnedSampler
 from shoal.libs.agents.sessions.service import SessionRules, SessionService
 from shoal.libs.agents.sessions.steps import Step, StepOutcome
 from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
@@ -88,21 +89,19 @@ class AgentsFront:
         self._sessions = SessionStore(setting.folder)
         model = open_pretrained(setting.pretrained)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
-        self._sampler: LocalSampler | EndpointSampler
+        self._sampler: PinnedSampler | EndpointSampler
         if setting.endpoint:
             context = setting.length or model.context
             self._sampler = EndpointSampler(self._find_endpoint, setting.endpoint, setting.token, context)
         else:
-            self._sampler = LocalSampler(
-                model.module,
-                model.tokenizer,
-                model.stop_tokens,
+            opened, shape = (model.module, model.tokenizer, model.stop_tokens), (setting.slots, setting.length)
+            self._sampler = PinnedSampler(
+                lambda get_weights: LocalSampler(*opened, get_weights, *shape, setting.torch_threads),
                 lambda: state.weights,
-                setting.slots,
-                setting.length,
-                setting.torch_threads,
             )
-        self._service = SessionService(self._sessions, model.tokenizer, setting.rules, self._put, lambda: state.version)
+        self._service = SessionService(
+            self._sessions, model.tokenizer, setting.rules, self._sampler, self._put, lambda: state.version
+        )
         self._steps.extend(self._service.restore(self._was_lost))
         # Of the last step that was learnt, at least; the newest versions may be those of steps that are open.
         self._closed_version = state.version - len(self._steps)
@@ -111,7 +110,7 @@ class AgentsFront:
         self.port: int = self._socket.getsockname()[1]
         self._ledger.set_fact(PORT, str(self.port))
         self.url = setting.advertise or f"http://{setting.host}:{self.port}"
-        app = SessionApp(self._service, self._sampler, setting.token, setting.advertise)
+        app = SessionApp(self._service, setting.token, setting.advertise)
         config = uvicorn.Config(
             app,
             log_level=logging.WARNING,

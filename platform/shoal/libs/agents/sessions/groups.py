@@ -37,6 +37,7 @@ class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     task:       any JSON, stored and shown
     idle_s:     without a request, after which the session expires
     deadline_s: of the whole episode, by the clock
+    version:    of the weights, from begin to end, for `eval` alone; None: the newest at the opening
     """
 
     group: Annotated[str, Meta(max_length=256)] = ""
@@ -45,6 +46,7 @@ class Opening(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     idle_s: Seconds = 600.0
     deadline_s: Seconds = 3600.0
     purpose: Literal["train", "eval"] = "train"
+    version: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Ending(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -11,11 +11,11 @@ import hashlib
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -45,6 +45,8 @@ from shoal.libs.agents.sessions.store import (
     insert_session,
 )
 from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
+from shoal.libs.language.engine.request import TextRequest, TokenEvent
+from shoal.libs.language.text_model import TextCall
 
 SWEEP_S = 0.25
 # Means of the newest ones: rewards of sessions, sampled tokens of answers, those that were cut off by their limit, and
@@ -82,19 +84,42 @@ class SessionRules:
     cancelled: Literal["drop", "train"] = "drop"
 
 
+class Sampler(Protocol):
+    """Where tokens are sampled: engines of this process, or the replicas of an endpoint.
+
+    context: tokens of a prompt and its answer together
+    """
+
+    context: int
+
+    def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
+        """See `TextModel`; without a version by the newest weights."""
+        ...
+
+    def pin(self, version: int) -> None:
+        """Keep the weights of a version, where it has any. Raises InferenceError (404) for one that is not there."""
+        ...
+
+    def retain(self, versions: Collection[int]) -> None:
+        """Free all other pinned versions."""
+        ...
+
+
 class SessionService:
-    """tokenizer: of the model. emit: takes the segments of a step. get_version: that of the newest weights"""
+    """tokenizer: of the model. emit: takes the segments of a step. get_version: that of the newest weights; 0 before"""
 
     def __init__(
         self,
         store: SessionStore,
         tokenizer: Any,
         rules: SessionRules,
+        sampler: Sampler,
         emit: Callable[[Step], None],
         get_version: Callable[[], int],
     ) -> None:
         self.rules = rules
         self.tokenizer = tokenizer
+        self.sampler = sampler
         self._store = store
         self._records = store.records
         self.get_version = get_version
@@ -115,6 +140,8 @@ class SessionService:
         429)."""
         if len(msgspec.json.encode(opening.task)) > MAX_TASK_BYTES:
             raise SessionError(400, "invalid", f"task: larger than {MAX_TASK_BYTES} bytes")
+        if opening.version is not None and opening.purpose != "eval":
+            raise SessionError(400, "invalid", "version: a session that trains is answered by the newest weights")
         if opening.group_size > self._credit.total:
             problem = f"group_size = {opening.group_size}: the run takes {self._credit.total} sessions at once"
             raise SessionError(400, "invalid", problem)
@@ -134,6 +161,8 @@ class SessionService:
             self._require_running()
             problem = f"the run has as many sessions as it can learn from in time ({self._credit.total})"
             raise SessionError(429, "no_credit", problem, 5.0)
+        if opening.purpose == "eval":
+            opening = self._pin(opening)
         now_s, key = time.time(), f"shs_{secrets.token_urlsafe(24)}"
         session = AgentSession(
             session_id,
@@ -154,6 +183,14 @@ class SessionService:
             raise
         self.counts["opened"] += 1
         return session, key
+
+    def _pin(self, opening: Opening) -> Opening:
+        """With the version that answers from begin to end. Raises InferenceError (404, 503)."""
+        version = opening.version or self.get_version()
+        if not version:
+            raise InferenceError(503, "the run has no weights yet", retry_after_s=1.0)
+        self.sampler.pin(version)
+        return msgspec.structs.replace(opening, version=version)
 
     def close(self) -> None:
         """The run is over: refuse openings, also those that wait."""
@@ -282,6 +319,7 @@ class SessionService:
     async def sweep(self) -> None:
         """Let sessions expire, and close groups whose time is over; until it is cancelled."""
         while True:
+            self.sampler.retain({each.opening.version for each in self._sessions.values() if each.opening.version})
             now_s = time.time()
             with suppress(InferenceError):  # a disk that takes nothing now: the next time
                 for session in list(self._sessions.values()):

@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,19 +28,6 @@ from shoal.libs.language.text_model import TextCall, TextModel
 PLAIN = Sampling(temperature=1.0)
 
 
-class Sampler(Protocol):
-    """Where tokens are sampled: an engine of this process, or the replicas of an endpoint.
-
-    context: tokens of a prompt and its answer together
-    """
-
-    context: int
-
-    def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
-        """See `TextModel`."""
-        ...
-
-
 class SessionTexts:
     """The models of one request within a session: whichever name it asks for. Implements `TextModels`.
 
@@ -49,9 +36,8 @@ class SessionTexts:
 
     replica = "gateway"
 
-    def __init__(self, service: SessionService, sampler: Sampler, session: AgentSession) -> None:
+    def __init__(self, service: SessionService, session: AgentSession) -> None:
         self.service = service
-        self.sampler = sampler
         self.session = session
         self.turns: list[Turn] = []
 
@@ -105,7 +91,7 @@ class SessionText:
         self.name = name
         self._texts = texts
         self.tokenizer = texts.service.tokenizer
-        self.context = texts.sampler.context
+        self.context = texts.service.sampler.context
         self._plan: Plan | None = None
         self._use = ToolUse()
 
@@ -129,13 +115,14 @@ class SessionText:
         tree = texts.session.tree
         plan = self._plan or plan_prompt(tree, request.prompt)
         request, why_not = _apply_rules(request, texts.session, texts.service)
+        call = replace(call, version=texts.session.opening.version)  # whatever the request's `model` says
         template = self.tokenizer.chat_template or ""
         answers = [
             _Sampled(TextAnswer(number, self._use.make_reader(template), shows_all=False))
             for number in range(request.num_answers)
         ]
         try:
-            async with aclosing(texts.sampler.generate(request, call)) as events:
+            async with aclosing(texts.service.sampler.generate(request, call)) as events:
                 async for event in events:
                     texts.service.find(texts.session.id)  # raises once it is over
                     answers[event.index].take(event)
