@@ -73,7 +73,8 @@ def make(folder: Path, name: str = "grpo", **fields: Any) -> Any:
 
 
 def make_segment(random: np.random.Generator, length: int, reward: float, advantage: float) -> Segment:
-    """Two tokens of a prompt, then answers; of a long one, there is a masked answer in the middle."""
+    """Two tokens of a prompt, then answers; of a long one, there is a masked answer in the middle, and what follows has
+    a smaller advantage than the episode."""
     tokens = random.integers(0, VOCABULARY, length + 1).astype(np.int32)
     trains = np.arange(length + 1) >= 1
     trains[-1] = False
@@ -82,7 +83,9 @@ def make_segment(random: np.random.Generator, length: int, reward: float, advant
     rewards = np.zeros(length, np.float32)
     rewards[-1] = reward
     versions = np.full(length, VERSION - (length > 8), np.int64)
-    extras = {"trains": trains, "advantage": np.array([advantage], np.float32)}
+    advantages = np.full(length + 1, advantage, np.float32)
+    advantages[7:-1] -= 0.125
+    extras = {"trains": trains, "advantage": advantages}
     return Segment(tokens, tokens[1:], rewards, log_mu, versions, terminated=True, extras=extras)
 
 
@@ -119,19 +122,19 @@ def naive_log_pi(network: Any, segment: Segment, temperature: float) -> torch.Te
 
 
 def naive_loss(network: Any, reference: Any, segments: list[Segment], config: Any) -> torch.Tensor:
-    advantages = [float(each.extras["advantage"][0]) for each in segments]
-    if config.name == "reinforce_pp":
-        advantages = ((np.array(advantages) - np.mean(advantages)) / np.std(advantages)).tolist()
+    episodes = [float(each.extras["advantage"][-1]) for each in segments]
+    mean, deviation = (np.mean(episodes), np.std(episodes)) if config.name == "reinforce_pp" else (0.0, 1.0)
     losses = []
-    for segment, advantage in zip(segments, advantages, strict=True):
+    for segment in segments:
+        advantages = (segment.extras["advantage"] - mean) / deviation
         log_pi = naive_log_pi(network, segment, config.temperature)
         log_reference = naive_log_pi(reference, segment, config.temperature).detach()
         for at in np.flatnonzero(segment.extras["trains"]):
             ratio = (log_pi[at] - float(segment.log_probabilities[at])).exp()
-            gain = ratio * advantage
+            gain = ratio * float(advantages[at])
             if config.name != "rloo":
                 high = 1 + (config.clip_high or config.clip)
-                gain = torch.minimum(gain, ratio.clamp(1 - config.clip, high) * advantage)
+                gain = torch.minimum(gain, ratio.clamp(1 - config.clip, high) * float(advantages[at]))
             weight = min(1.0, config.rho_bar / ratio.item())
             distance = log_reference[at] - log_pi[at]
             losses.append(-weight * gain + config.kl_cost * (distance.exp() - distance - 1))
@@ -222,7 +225,7 @@ def test_a_batch_without_a_signal_changes_nothing(folder: Path) -> None:
 def test_a_segment_that_is_not_finite_costs_no_step(folder: Path) -> None:
     algorithm = make(folder)
     before, batch = weights(algorithm), make_batch(algorithm)
-    batch.extras["advantage"][2] = np.inf
+    batch.extras["advantage"][sum(LENGTHS[:2]) + 2 + 3] = np.inf  # of the third one
     with pytest.raises(NonFiniteLoss, match="learner/loss"):
         list(algorithm.update(batch))
     assert all(torch.equal(each, before[name]) for name, each in weights(algorithm).items())
@@ -291,7 +294,7 @@ def test_it_learns_to_say_what_is_rewarded(folder: Path) -> None:
         for row, log_probabilities, reward, advantage in zip(
             tokens.numpy().astype(np.int32), log_mu.numpy(), rewards, np.concatenate(advantages), strict=True
         ):
-            extras = {"trains": np.array([True] * 4 + [False]), "advantage": np.array([advantage])}
+            extras = {"trains": np.array([True] * 4 + [False]), "advantage": np.full(5, advantage)}
             given = np.array([0, 0, 0, reward], np.float32)
             versions = np.full(4, VERSION, np.int64)
             segments.append(Segment(row, row[1:], given, log_probabilities, versions, extras=extras))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,35 @@ def test_an_answer_without_advantage_is_learnt_where_the_learner_compares_it(
         return len(outcome.segments)
 
     assert asyncio.run(run()) == num_segments
+
+
+@pytest.mark.parametrize(("baseline", "deviation"), [("group_mean_std", 0.5001), ("group_mean", 1.0)])
+def test_a_token_counts_the_rewards_of_its_own_and_later_answers(
+    service: SessionService, baseline: Any, deviation: float
+) -> None:
+    """Totals of 1, 0 and 0.5: the first episode has rewards of its answers, one of them in another branch; the last has
+    the mean, and its tokens count in the denominator of the loss."""
+
+    async def say(session: Any, history: list[Any], text: str, reply: str) -> None:
+        turn = session.tree.add(session.tree.plan(history), assistant(text), [1, 2], [-0.5] * 2, [3, 3])
+        await service.write_turns(session, [turn], reply, None)
+
+    async def run() -> list[Any]:
+        first, second = [(await service.open(PAIR, ""))[0] for _ in range(2)]
+        await say(first, [user("ab")], "c", "one")
+        await say(first, [user("else")], "d", "two")
+        await say(first, [user("ab"), assistant("c"), user("ef")], "g", "three")
+        for reply, reward in (("one", 9.0), ("one", 0.25), ("two", 0.5)):  # a later one is in place of an earlier one
+            await service.reward_answer(first, reply, reward)
+        await say(second, [user("ab")], "c", "four")
+        first.ending, second.ending = Ending(reward=0.25), Ending(reward=0.0)
+        third = replace(second, ending=Ending(reward=0.5))
+        return GroupRules(baseline).compare(SessionGroup("g", 0, [first, second, third])).segments
+
+    extras = [each.extras for each in asyncio.run(run())]
+    trained = sorted((each["advantage"][each["trains"]] * deviation).round(5).tolist() for each in extras)
+    assert trained == [[-0.5, -0.5], [0.0, 0.0], [0.25, 0.25], [0.5, 0.5, -0.25, -0.25]]
+    assert sorted((each["advantage"][-1] * deviation).round(5) for each in extras) == [-0.5, 0.0, 0.5, 0.5]
 
 
 def test_tokens_of_an_evaluation_have_an_account(service: SessionService, tmp_path: Path) -> None:

@@ -183,11 +183,12 @@ class TextPolicyGradient(Algorithm):
         if not num_tokens:
             return {"agents/trained_tokens": 0.0}
         zero_share = float((advantages[is_known] == 0).mean())
+        advantages_N = np.delete(batch.extras[ADVANTAGE], np.cumsum(batch.lengths + 1) - 1)
         if self._config.baseline == "global":
             known = advantages[is_known]
-            advantages = (advantages - known.mean()) / (known.std() + 1e-8)
+            advantages_N = ((advantages_N - known.mean()) / (known.std() + 1e-8)).astype(np.float32)
 
-        moments = self._accumulate(batch, advantages[mine].astype(np.float32), num_tokens)
+        moments = self._accumulate(batch, advantages_N, num_tokens)
         named = dict(zip(SUMS, moments.sums, strict=True))
         sums = group.sum_gradients(self._parameters, named, int(num_trained[mine].sum()), num_tokens)
         largest = torch.zeros(len(lengths), 3)
@@ -210,13 +211,13 @@ class TextPolicyGradient(Algorithm):
             "agents/zero_advantage_share": zero_share,
         }
 
-    def _accumulate(self, batch: ExperienceBatch, advantages: np.ndarray, num_tokens: int) -> TokenMoments:
-        """Replace the model's gradients by those of this learner's segments, with their advantages [S]: sums,
+    def _accumulate(self, batch: ExperienceBatch, advantages_N: np.ndarray, num_tokens: int) -> TokenMoments:
+        """Replace the model's gradients by those of this learner's segments, with the advantages of their steps: sums,
         divided by the `num_tokens` of all learners."""
         for parameter in self._parameters:  # of a learner without a trained token, too
             parameter.grad = torch.zeros_like(parameter)
         newest = np.repeat(batch.extras[_NEWEST], batch.lengths, 0)
-        lags, advantages_N = newest[:, 0] - batch.versions, np.repeat(advantages, batch.lengths)
+        lags = newest[:, 0] - batch.versions
         is_same = (lags == 0) & (newest[:, 1] > 0)
         sums, largest = torch.zeros(len(SUMS), device=self.device), torch.zeros(3, device=self.device)
 
@@ -311,10 +312,12 @@ def make_micro_batch(
 
 
 def _describe_segments(batch: ExperienceBatch) -> np.ndarray:
-    """The trained tokens, the advantage and the reward of each segment [3, S]."""
+    """The trained tokens, the episode's advantage and the reward of each segment [3, S]."""
     starts = np.cumsum(batch.lengths) - batch.lengths
-    num_trained = np.add.reduceat(batch.extras[TRAINS].astype(np.int64), starts + np.arange(len(starts)))
-    return np.stack([num_trained, batch.extras[ADVANTAGE], np.add.reduceat(batch.rewards, starts)])
+    first = starts + np.arange(len(starts))  # of its observations
+    num_trained = np.add.reduceat(batch.extras[TRAINS].astype(np.int64), first)
+    advantages = batch.extras[ADVANTAGE][first + batch.lengths]
+    return np.stack([num_trained, advantages, np.add.reduceat(batch.rewards, starts)])
 
 
 def _sum(group: LearnerGroup, values: Tensor) -> Tensor:

@@ -1,6 +1,13 @@
 """The advantages of a group: answers to one prompt, each compared with the others. Called when a group closes.
 
-Pure functions of NumPy. Legend: G rewards of a group.
+Pure functions of NumPy. Legend: G rewards of a group. Where single answers of an episode have rewards r_j besides that
+of its end, the group compares the totals R_i = end + Σ r_j, and a token of answer k counts what comes from k on:
+
+    A_ik = A_i - (r_i1 + ... + r_i(k-1)) / d
+
+with the advantage A_i of the total and the `deviation` d by which that was divided: the same baseline, of the
+reward-to-go in place of the total (policy gradient theorem; §13.3 of Sutton & Barto). Without rewards of single answers
+it is A_i for all tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +18,13 @@ import numpy as np
 
 Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "global"]
 SMALLEST_DEVIATION = 1e-4  # is added, as TRL does
+
+
+def measure_deviation(rewards: np.ndarray, baseline: Baseline) -> float:
+    """The d by which a difference of rewards becomes one of advantages: 1 but for `group_mean_std`."""
+    if baseline != "group_mean_std" or len(rewards) == 1:
+        return 1.0
+    return float(rewards.std(ddof=1, dtype=np.float64)) + SMALLEST_DEVIATION
 
 
 def compute_advantages(rewards: np.ndarray, baseline: Baseline) -> np.ndarray:
@@ -30,10 +44,8 @@ def compute_advantages(rewards: np.ndarray, baseline: Baseline) -> np.ndarray:
         return wide.astype(np.float32)
     if not np.ptp(wide):  # rounding would leave a difference to the mean
         return np.zeros(num, np.float32)
-    centred = wide - wide.mean()
-    if baseline == "group_mean_std":
-        centred /= wide.std(ddof=1) + SMALLEST_DEVIATION
-    elif baseline == "leave_one_out":
+    centred = (wide - wide.mean()) / measure_deviation(rewards, baseline)
+    if baseline == "leave_one_out":
         centred *= num / (num - 1)
     advantages: np.ndarray = centred.astype(np.float32)
     return advantages

@@ -21,14 +21,14 @@ def describe_tokens(vocabulary: int, segment_length: int) -> ExperienceSpec:
     """The format of a segment of tokens: observations int32 [L+1] are tokens, actions int32 [L] the ones that follow.
 
     trains:    bool [L+1], of each observation whether the action after it is trained; false for the last
-    advantage: float32 [1], of the segment
+    advantage: float32 [L+1], of each observation that of the action after it; the last is that of the whole episode
 
     rewards [L] are 0 but the last one, that of the episode; log_probabilities [L] are those of the sampler at its
     temperature, 0 where nothing is trained; versions [L] are there those of the segment's newest trained token.
     """
     token = TensorSpec("int32", (), 0, vocabulary - 1)
     trains = ExtraSpec(TRAINS, TensorSpec("bool"), "observation")
-    advantage = ExtraSpec(ADVANTAGE, TensorSpec("float32"), "segment")
+    advantage = ExtraSpec(ADVANTAGE, TensorSpec("float32"), "observation")
     return ExperienceSpec(token, token, segment_length, PolicySpec("tokens", "", ()), (trains, advantage))
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from shoal.errors import InferenceError
 from shoal.extend.rl import Segment
-from shoal.libs.agents.baselines import Baseline, compute_advantages
+from shoal.libs.agents.baselines import Baseline, compute_advantages, measure_deviation
 from shoal.libs.agents.sessions.store import StoredSession
 from shoal.libs.agents.sessions.token_tree import TokenTree, TrainingSegment, Turn
 
@@ -73,7 +73,7 @@ class AgentSession:
     seen_at:     of its last request; times are seconds since 1970
     num_running: its requests in progress, during which it does not idle
     why:         of an end without a reward
-    rewards:     of turns, by the id of the answer
+    rewards:     of single answers, by the id of the turn, of several the last one
     closing:     one end is written at a time
     """
 
@@ -88,7 +88,7 @@ class AgentSession:
     why: str = ""
     ending: Ending | None = None
     num_running: int = 0
-    rewards: dict[str, float] = field(default_factory=dict)
+    rewards: dict[int, float] = field(default_factory=dict)
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -105,14 +105,14 @@ class AgentSession:
             cast("State", row.state),
             row.why,
             None if row.ending is None else msgspec.json.decode(row.ending, type=Ending),
-            rewards=msgspec.json.decode(row.rewards),
+            rewards=msgspec.json.decode(row.rewards, type=dict[int, float]),
         )
 
     def to_row(self) -> StoredSession:
         """As it is opened."""
         opening = msgspec.json.encode(self.opening)
         return StoredSession(
-            self.id, self.key, self.opened_at, opening, self.group, self.state, "", None, None, b"{}", None, None
+            self.id, self.key, self.opened_at, opening, self.group, self.state, "", None, None, b"{}", None, None, None
         )
 
     @property
@@ -154,8 +154,9 @@ class SessionGroup:
 class GroupOutcome:
     """What becomes of a group.
 
-    segments: to learn, with their advantage
-    members:  each session with its advantage; None for one that is dropped
+    segments:  to learn, with their advantages
+    members:   each session with its advantage; None for one that is dropped
+    deviation: see `measure_deviation`
     dropped:  sampled tokens that are not learnt, by reason and version
     num_sessions: by reason; "" of those that are learnt
     num_reserved: sessions that were never opened
@@ -163,6 +164,7 @@ class GroupOutcome:
 
     segments: list[Segment] = field(default_factory=list)
     members: list[tuple[AgentSession, float | None]] = field(default_factory=list)
+    deviation: float = 1.0
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
     num_sessions: Counter[str] = field(default_factory=Counter)
     num_reserved: int = 0
@@ -201,8 +203,12 @@ class GroupRules:
                 self._drop(outcome, each, "group_incomplete")
             return outcome
         advantages = compute_advantages(rewards, self.baseline)
+        outcome.deviation = measure_deviation(rewards, self.baseline)
+        # An answer of the mean reward has no gradient either, but its tokens count in the loss's denominator. With the
+        # baseline "global" the learner takes the mean of the batch.
+        has_signal = advantages.any() or self.baseline == "global"
         for session, advantage in zip(graded, advantages, strict=True):
-            if advantage or self.baseline == "global":  # of which the learner takes the mean of the batch
+            if has_signal:
                 self._emit(outcome, session, float(advantage))
             else:
                 self._drop(outcome, session, "no_signal")
@@ -220,7 +226,7 @@ class GroupRules:
     def _emit(self, outcome: GroupOutcome, session: AgentSession, advantage: float) -> None:
         outcome.members.append((session, advantage))
         outcome.num_sessions[""] += 1
-        outcome.segments += make_segments(session, advantage)
+        outcome.segments += make_segments(session, advantage, outcome.deviation)
         for turn in session.tree.turns.values():
             if not turn.trains:
                 outcome.dropped += Counter({(turn.why_not, version): num for version, num in turn.spans})
@@ -235,15 +241,22 @@ def count_versions(turns: Iterable[Turn]) -> Counter[int]:
     return counts
 
 
-def make_segments(session: AgentSession, advantage: float) -> list[Segment]:
-    """What is learnt of a session that has a reward."""
+def make_segments(session: AgentSession, advantage: float, deviation: float) -> list[Segment]:
+    """What is learnt of a session that has a reward. advantage, deviation: A_i and d of `baselines`"""
     assert session.reward is not None
-    return [make_segment(each, session.reward, advantage) for each in session.tree.segments()]
+    segments = []
+    for given in session.tree.segments():
+        path = [session.tree.turns[number] for number in given.turns]
+        sizes = [len(turn.prompt) + len(turn.tokens) for turn in path]
+        earlier = [sum(reward for number, reward in session.rewards.items() if number < turn.id) for turn in path]
+        segments.append(make_segment(given, session.reward, advantage, np.repeat(earlier, sizes) / deviation))
+    return segments
 
 
-def make_segment(given: TrainingSegment, reward: float, advantage: float) -> Segment:
+def make_segment(given: TrainingSegment, reward: float, advantage: float, passed: np.ndarray | float = 0.0) -> Segment:
     """The steps of a text: the observation is a token, the action the next one.
 
+    advantage: of the episode; passed: float [T], what is less in that of a token, for rewards before it
     Ends with the last token that is trained. Others count as of the newest version of the segment, so that only what
     is trained can be too old.
     """
@@ -263,6 +276,8 @@ def make_segment(given: TrainingSegment, reward: float, advantage: float) -> Seg
         episode_length=int(trains.sum()),
         extras={
             "trains": np.append(trains[1:], False),
-            "advantage": np.array([advantage], np.float32),
+            "advantage": np.append((advantage - passed * np.ones(len(given.tokens)))[1:end], advantage).astype(
+                np.float32
+            ),
         },
     )

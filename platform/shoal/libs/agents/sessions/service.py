@@ -360,9 +360,9 @@ class SessionService:
 
     async def reward_answer(self, session: AgentSession, reply: str, reward: float) -> None:
         """Reward an answer by its id. Raises SessionError (404)."""
-        if not self._records.has_reply(session.id, reply):
+        if (turn := self._records.find_turn(session.id, reply)) is None:
             raise SessionError(404, "turn_unknown", f"the session has no answer {reply[:80]!r}")
-        session.rewards[reply] = reward
+        session.rewards[turn] = reward
         rewards = msgspec.json.encode(session.rewards)
         await self._store.write(change_session(session.id, rewards=rewards))
 

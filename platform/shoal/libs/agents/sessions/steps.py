@@ -82,7 +82,8 @@ class LearnerSteps:
             dropped += group.dropped
             drops.update({reason: num for reason, num in group.num_sessions.items() if reason})
             statements += [
-                change_session(each.id, step=step.number, advantage=advantage) for each, advantage in group.members
+                change_session(each.id, step=step.number, advantage=advantage, deviation=group.deviation)
+                for each, advantage in group.members
             ]
         await self._store.write(*statements, *_count(dropped))
         self._num_steps = step.number
@@ -124,7 +125,7 @@ class LearnerSteps:
                     groups.add(session.group)
                     step.num_sessions += session.opening.group_size
                 if row.advantage is not None:
-                    step.segments += make_segments(session, row.advantage)
+                    step.segments += make_segments(session, row.advantage, row.deviation or 1.0)
             if was_lost(number):
                 self._num_steps += 1
                 step.number = self._num_steps

@@ -29,7 +29,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
     state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, end_time REAL, rewards BLOB DEFAULT '{}',
-    step INTEGER, advantage REAL
+    step INTEGER, advantage REAL, deviation REAL
 );
 CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
 CREATE UNIQUE INDEX IF NOT EXISTS by_token_key ON sessions (token_key) WHERE token_key != '';
@@ -45,7 +45,7 @@ _COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens =
 
 class StoredSession(NamedTuple):
     """A row of `sessions`: opening, ending and rewards are JSON; ending is None without one, advantage of one that is
-    not learnt. step: that has taken it; None before"""
+    not learnt, deviation of its group. step: that has taken it; None before"""
 
     id: str
     key: bytes
@@ -59,6 +59,7 @@ class StoredSession(NamedTuple):
     rewards: bytes
     step: int | None
     advantage: float | None
+    deviation: float | None
 
 
 class Statement(NamedTuple):
@@ -253,9 +254,10 @@ class SessionRecords:
         rows = self._read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session_id, request)
         return (rows[0][0], rows[0][1]) if rows else None
 
-    def has_reply(self, session_id: str, reply: str) -> bool:
-        """Whether an answer of this id has brought a turn."""
-        return bool(self._read("SELECT 1 FROM turns WHERE session = ? AND reply = ? LIMIT 1", session_id, reply))
+    def find_turn(self, session_id: str, reply: str) -> int | None:
+        """The id of the turn, of several the last one, that the answer of this id has brought."""
+        rows = self._read("SELECT max(number) FROM turns WHERE session = ? AND reply = ?", session_id, reply)
+        return None if rows[0][0] is None else int(rows[0][0])
 
     def count_tokens(self) -> dict[str, dict[int, int]]:
         """The accounts: tokens by what became of them, and by version."""
