@@ -256,14 +256,18 @@ class InferenceError(ShoalError):
 
     `retry_after_s`: how long until the same request may succeed; None if unknown.
     `field`: the column of a row that is at fault; "" for none.
+    `code`: what programs tell it by, of an API that has such; "" for none.
     """
 
-    def __init__(self, status: int, message: str, retry_after_s: float | None = None, field: str = "") -> None:
+    def __init__(
+        self, status: int, message: str, retry_after_s: float | None = None, field: str = "", code: str = ""
+    ) -> None:
         message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
         self.field = field
+        self.code = code
         super().__init__(message)
 
 

@@ -132,11 +132,11 @@ async def request_with_retries(
 
 def decode_error(reply: Reply) -> InferenceError:
     """The endpoint's error as an exception. `retry_after_s` is set for a 429 or 503 with Retry-After."""
-    field = ""
+    field = code = ""
     try:
         content = msgspec.json.decode(reply.body)
         if isinstance(inner := content.get("error") if isinstance(content, dict) else None, dict):  # of texts
-            content = {"error": inner.get("message"), "field": inner.get("param") or ""}
+            content, code = {"error": inner.get("message"), "field": inner.get("param") or ""}, inner.get("code") or ""
         error = msgspec.convert(content, Error)
         message, field = error.error, error.field
     except msgspec.DecodeError:
@@ -145,7 +145,7 @@ def decode_error(reply: Reply) -> InferenceError:
     if reply.status in (429, 503):
         with suppress(KeyError, ValueError):  # absent, or a date, which our endpoints never send
             retry_after_s = max(0.0, float(reply.headers["retry-after"]))
-    return InferenceError(reply.status, message, retry_after_s, field)
+    return InferenceError(reply.status, message, retry_after_s, field, code)
 
 
 def timeout_error(policy: RetryPolicy) -> InferenceError:

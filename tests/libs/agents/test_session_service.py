@@ -83,6 +83,19 @@ def test_an_opening_that_comes_twice_at_once_is_one(service: SessionService) -> 
     asyncio.run(run())
 
 
+def test_a_group_that_was_closed_takes_no_further_session(service: SessionService, tmp_path: Path) -> None:
+    """It would wait for others that never come, and a restarted gateway would take both for one."""
+
+    async def run() -> None:
+        for _ in range(2):
+            session, _ = await service.open(PAIR, "")
+            await service.end(session.id, Ending(reward=1.0))
+        with pytest.raises(SessionError, match="was closed"):
+            await service.open(PAIR, "")
+
+    asyncio.run(run())
+
+
 def test_an_opening_that_no_disk_takes_has_no_place(service: SessionService, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -203,13 +216,28 @@ def test_a_session_that_ends_amid_an_answer_has_all_its_tokens_counted(model: Pa
         gate.has_begun.wait(60)
         assert end(url, session, reward=1.0).status == 200
         gate.goes_on.set()
-        assert answering.result().status == 410
+        reply = answering.result()
+        assert (reply.status, reply.body["error"]["code"]) == (410, "session_over")
         other = open_session(url)  # the step's second group
         chat(other, "cd")
         end(url, other, reward=1.0)
         until(lambda: loop.gateway.stats()["sessions"].get("steps"))
     counts = read_counts(tmp_path)
     assert counts["sampled"] == counts["no_signal"]
+
+
+def test_repetitions_of_equal_requests_in_progress_get_one_answer_each(model: Path, tmp_path: Path, gate: Gate) -> None:
+    with open_run(make_spec(model), tmp_path) as loop, ThreadPoolExecutor(4) as threads:
+        session = open_session(find_url(loop))
+        sessions = loop.gateway._front._service
+        first, second = (threads.submit(chat, session, "ab") for _ in range(2))
+        until(lambda: sessions.find(session["id"]).num_running == 2)
+        repeated = {"headers": {"x_stainless_retry_count": "1"}}
+        again = [threads.submit(chat, session, "ab", **repeated) for _ in range(2)]
+        until(lambda: sessions.counts["repeated"] == 2)
+        gate.goes_on.set()
+        ids = [{each.result()["id"] for each in pair} for pair in ((first, second), again)]
+        assert (len(ids[0]), ids[0]) == (2, ids[1])
 
 
 def test_a_session_does_not_idle_while_it_is_answered(model: Path, tmp_path: Path, gate: Gate) -> None:

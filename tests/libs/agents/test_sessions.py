@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import agents_rig
 import pytest
@@ -30,8 +31,10 @@ from agents_rig import (
 from test_token_tree import make_tokenizer
 
 from shoal.errors import ConfigError
+from shoal.libs.agents.algorithm import TextPolicyGradient
 from shoal.libs.agents.sessions.store import SessionStore
 from shoal.rl.local_loop import LocalLoop
+from shoal.weights import WeightStore
 
 GROUPS = itertools.count()
 
@@ -258,6 +261,56 @@ def test_an_evaluation_is_answered_by_one_version_while_others_are_learnt(model:
         assert post(url + SESSIONS, {"purpose": "eval", "version": pinned}).status == 404
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_no_token_is_learnt_that_is_older_than_it_may_be(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    """Though weights come late, also behind a step that is empty, one that is dropped as a whole, and a restart."""
+    lags: list[float] = []
+    update, wait_newer = TextPolicyGradient.update, WeightStore.wait_newer
+
+    def note(self: TextPolicyGradient, batch: Any) -> Iterator[Any]:
+        for metrics in update(self, batch):
+            lags.append(metrics["agents/token_lag_max"])
+            yield metrics
+
+    def wait_longer(self: WeightStore, version: int, timeout_s: float) -> Any:
+        newer = wait_newer(self, version, timeout_s)
+        if newer is not None and version:
+            time.sleep(0.1)
+        return newer
+
+    monkeypatch.setattr(TextPolicyGradient, "update", note)
+    monkeypatch.setattr(WeightStore, "wait_newer", wait_longer)
+    algorithm = {"name": "grpo", "scale_advantages": False, "group_size": 2, "groups_per_step": 2}
+    spec = make_spec(model, algorithm=algorithm, max_version_lag=lag)
+
+    def play(url: str, rewards: tuple[float, float]) -> None:
+        group = f"g{next(GROUPS)}"
+        for session, reward in [(open_session(url, group=group, group_size=2), each) for each in rewards]:
+            chat(session, "ab", max_tokens=2)
+            end(url, session, reward=reward)
+
+    def play_steps(loop: LocalLoop, num: int, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+        before = loop.gateway.stats()["sessions"].get("steps", 0)
+        with ThreadPoolExecutor(2 * (lag + 1)) as threads:
+            for each in [threads.submit(play, find_url(loop), rewards) for _ in range(2 * num)]:
+                each.result()
+        until(lambda: loop.gateway.stats()["sessions"].get("steps", 0) == before + num)
+
+    with open_run(spec, tmp_path) as loop:
+        play_steps(loop, 2)
+        play_steps(loop, 1, (1.0, 1.0))
+        play_steps(loop, 1, (0.0, 1e30))
+        play_steps(loop, 2)
+        assert loop.gateway.stats()["segments"]["dropped"] == {"non_finite": 4}
+        loop.learner.save()
+    with open_run(spec, tmp_path) as loop:
+        play_steps(loop, 2)
+        assert "stale_consumption" not in loop.gateway.stats()["segments"]["dropped"]
+    assert (len(lags), max(lags)) == (6, lag)
+
+
 class KillableRun:
     """A run in a process of its own, at the same address after each start."""
 
@@ -312,6 +365,9 @@ def test_a_killed_gateway_continues_its_sessions_and_loses_no_token(model: Path,
         run.kill()
         counts = read_counts(tmp_path)
         assert counts["sampled"] == counts["learned"] + counts.get("no_signal", 0)
+    with open_run(make_spec(model), tmp_path) as loop:
+        shown = loop.gateway.stats()["sessions"]
+        assert [shown[each] for each in ("opened", "ended", "answers", "steps", "reward")] == [4, 4, 5, 1, 0.5]
 
 
 def test_a_step_that_was_queued_in_a_killed_gateway_is_queued_again(model: Path, tmp_path: Path) -> None:

@@ -221,13 +221,14 @@ class Driver:
             return group, f"{group}-{len(self._members)}", task
 
     async def _run_episode(self, group: str, key: str, task: AgentTask) -> None:
-        session = await self._client.open(
-            key,
-            group=group,
-            group_size=self._group_size,
-            task=msgspec.Raw(task.encode()),
-            deadline_s=self._deadline_s,
-        )
+        fields = {"group": group, "group_size": self._group_size, "deadline_s": self._deadline_s}
+        try:
+            session = await self._client.open(key, **fields, task=msgspec.Raw(task.encode()))
+        except InferenceError as refused:
+            if refused.code != "session_over":  # it was opened and has expired, while its answer was lost
+                raise
+            self.outcomes["over"] += 1
+            return
         try:
             outcome = await self._compute_outcome(session, task)
             await self._client.end(session, **outcome)

@@ -105,6 +105,9 @@ class AgentsSpec(Spec):
     def make_rl_spec(self) -> RLSpec:
         """What the gateway and the learner read of it."""
         spaces = json.dumps({"observation": [1], "action": 2})  # no game joins
-        gateway = GatewaySpec(max_version_lag=self.max_version_lag + 1, queue_capacity=64 * self.credit)
-        values: dict[str, Any] = {"env": spaces, "gateway": gateway, "learner": self.learner, "hidden": ()}
+        gateway = GatewaySpec(max_version_lag=self.max_version_lag, queue_capacity=64 * self.credit)
+        learner = self.learner.update(
+            {"publish_interval_s": 0}
+        )  # each step is a version, with which its credit returns
+        values: dict[str, Any] = {"env": spaces, "gateway": gateway, "learner": learner, "hidden": ()}
         return RLSpec.parse(values | {"algorithm": self.text_algorithm})

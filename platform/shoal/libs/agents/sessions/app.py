@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -95,7 +96,7 @@ class SessionApp:
         self._url = url
         self._limits = RequestLimits()
         self._access = AccessControl(None, [])
-        self._running: dict[tuple[str, bytes], asyncio.Task[Exchange]] = {}
+        self._running: dict[tuple[str, bytes], deque[asyncio.Task[Exchange]]] = {}  # equal ones are several samples
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,9 +175,10 @@ class SessionApp:
         named, retries = _find_header(scope, b"idempotency-key"), _find_header(scope, b"x-stainless-retry-count")
         request = hashlib.blake2b(b"\0".join((scope["path"].encode(), named, body)), digest_size=16).digest()
         if named or (retries.isdigit() and int(retries)):
-            if (running := self._running.get((session_id, request))) is not None:
+            if running := self._running.get((session_id, request)):
                 self._service.counts["repeated"] += 1
-                await (await asyncio.shield(running)).deliver(send)
+                running.rotate(-1)  # repetitions of several get one each
+                await (await asyncio.shield(running[-1])).deliver(send)
                 return
             if (written := self._service.find_answer(session, request)) is not None:
                 self._service.counts["repeated"] += 1
@@ -202,8 +204,11 @@ class SessionApp:
             await answering
             return
         # Its client may leave and ask again: it gets this answer.
-        task = self._running[session_id, request] = asyncio.ensure_future(answering)
-        task.add_done_callback(lambda _: self._running.pop((session_id, request), None))
+        task = asyncio.ensure_future(answering)
+        equal = self._running.setdefault((session_id, request), deque())
+        equal.append(task)
+        task.add_done_callback(equal.remove)
+        task.add_done_callback(lambda _: equal or self._running.pop((session_id, request), None))
         await (await asyncio.shield(task)).deliver(send)
 
     async def _answer(

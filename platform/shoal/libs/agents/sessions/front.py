@@ -154,6 +154,8 @@ class AgentsFront:
         account = self._ledger.get_account(key)
         self._queued[step.number] = len(step.segments)
         if not account.received:
+            # A learner that begins again skips numbers of versions.
+            self._closed_version = max(self._closed_version, self._state.version - len(self._queued) + 1)
             for segment in step.segments:
                 self._store(key, self._progress, segment)
 

@@ -58,8 +58,7 @@ class SessionError(InferenceError):
     """A refusal with the code that clients of sessions know."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(status, message, retry_after_s)
-        self.code = code
+        super().__init__(status, message, retry_after_s, code=code)
 
 
 @dataclass(frozen=True)
@@ -237,6 +236,8 @@ class SessionService:
 
     async def _open_group(self, name: str, size: int) -> bool:
         try:
+            if self._records.has_group(name):
+                raise SessionError(400, "group_over", f"the group {name!r} was closed: a group's name is its own")
             has_credit = await self._credit.take(size, self.rules.wait_s)
             if has_credit:
                 self._groups[name] = SessionGroup(name, size)
@@ -312,9 +313,12 @@ class SessionService:
             self.counts[state] += 1
             if (group := self._groups.get(session.group)) is not None:
                 group.first_end_at = group.first_end_at or now_s
-            if session.reward is not None and session.opening.purpose == "train":
-                self._recent["reward"].append(session.reward)
+            self._note_reward(session)
         await self._close_groups(now_s)
+
+    def _note_reward(self, session: AgentSession) -> None:
+        if session.reward is not None and session.opening.purpose == "train":
+            self._recent["reward"].append(session.reward)
 
     async def sweep(self) -> None:
         """Let sessions expire, and close groups whose time is over; until it is cancelled."""
@@ -395,6 +399,9 @@ class SessionService:
         """
         for what, by_version in self._records.count_tokens().items():
             self.counts[f"tokens/{what}"] = sum(by_version.values())
+        self.counts.update(self._records.count_sessions())
+        for row in self._records.list_ended(WINDOWS["reward"]):
+            self._note_reward(AgentSession.from_row(row, TokenTree(None), row.opened_at))
         for row in self._records.list_unassigned():
             is_training = msgspec.json.decode(row.opening, type=Opening).purpose == "train"
             if not (is_training or row.state == "open"):

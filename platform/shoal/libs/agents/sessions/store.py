@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     step INTEGER, advantage REAL, deviation REAL
 );
 CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
+CREATE INDEX IF NOT EXISTS by_group ON sessions (group_name);
 CREATE UNIQUE INDEX IF NOT EXISTS by_token_key ON sessions (token_key) WHERE token_key != '';
 CREATE TABLE IF NOT EXISTS steps (number INTEGER PRIMARY KEY, state TEXT);
 CREATE TABLE IF NOT EXISTS turns (session TEXT, number INTEGER, reply TEXT, turn BLOB, PRIMARY KEY (session, number));
@@ -233,6 +234,23 @@ class SessionRecords:
     def list_unassigned(self) -> list[StoredSession]:
         """Those that no step has taken."""
         return self._select("step IS NULL")
+
+    def list_ended(self, num: int) -> list[StoredSession]:
+        """The last ones, in the order of their ends."""
+        return self._select("state = 'ended' ORDER BY end_time DESC LIMIT ?", num)[::-1]
+
+    def has_group(self, name: str) -> bool:
+        """Whether the group has, or had, a session."""
+        return bool(self._read("SELECT 1 FROM sessions WHERE group_name = ? LIMIT 1", name))
+
+    def count_sessions(self) -> dict[str, int]:
+        """Sessions by their states, all of them as `opened`, their answers, and steps that were learnt."""
+        states = dict(self._read("SELECT state, count(*) FROM sessions WHERE state != 'open' GROUP BY state"))
+        others = "(SELECT count(*) FROM sessions), (SELECT count(*) FROM turns)"
+        ((opened, answers, steps),) = self._read(
+            f"SELECT {others}, (SELECT count(*) FROM steps WHERE state = 'closed')"
+        )
+        return states | {"opened": opened, "answers": answers, "steps": steps}
 
     def list_of_step(self, number: int) -> list[StoredSession]:
         return self._select("step = ?", number)

@@ -238,7 +238,7 @@ class _Reply:
         kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         if self._is_anthropic:
             return {"type": "error", "error": {"type": kind, "message": error.message}}
-        code = "context_length_exceeded" if " context length of " in error.message else None
+        code = "context_length_exceeded" if " context length of " in error.message else error.code or None
         code = "model_not_found" if error.status == 404 and error.field == "model" else code
         described = {"message": error.message, "type": kind, "param": error.field or None, "code": code}
         return {"error": described | {"status": error.status}}  # of an error within a stream, too
