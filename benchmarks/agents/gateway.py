@@ -36,8 +36,8 @@ from benchmarks.agents.run import CLIENTS_PYTHON, TOKEN, make_spec
 from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
 from benchmarks.talk import say
-from shoal.libs.agents.sessions.groups import GroupRules, Opening
-from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.service import SessionService
+from shoal.libs.agents.sessions.session import Opening
 from shoal.libs.agents.sessions.store import SessionRecords, SessionStore
 from shoal.libs.agents.setting import make_setting
 from shoal.libs.agents.spec import AgentsSpec
@@ -101,8 +101,11 @@ def measure_memory(folder: Path, num: int) -> float:
     """MB that idle sessions add to the process."""
     tokenizer = make_tokenizer()
     store = SessionStore(folder)
-    rules = SessionRules(GroupRules("group_mean"), 1, credit=num)
-    service = SessionService(store, tokenizer, rules, lambda _: None, lambda: 1)
+    sampler: Any = None  # these sessions are filled by hand
+    spec = AgentsSpec.parse(
+        {"max_version_lag": 0, "algorithm": {"name": "grpo", "group_size": 1, "groups_per_step": num}}
+    )
+    service = SessionService(store, tokenizer, spec, sampler, lambda _: None, lambda: 1)
     samples = torch.randint(0, 256, (NUM_TURNS, NUM_SAMPLED), generator=torch.Generator().manual_seed(0)).tolist()
     texts = [{"role": "user", "content": chr(97 + turn) * NUM_READ} for turn in range(NUM_TURNS)]
 

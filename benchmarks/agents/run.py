@@ -52,8 +52,8 @@ def make_spec(folder: Path, algorithm: dict[str, Any] | None = None, **fields: A
 async def play_within(front: Any, folder: Path, num_groups: int, group_size: int, seed: int) -> None:
     """Episodes in the gateway's event loop until the run is over: what a session does, without HTTP and JSON."""
     from shoal.extend.serve import Caller
-    from shoal.libs.agents.sessions.groups import Ending, Opening
     from shoal.libs.agents.sessions.service import SessionError
+    from shoal.libs.agents.sessions.session import Ending, Opening
     from shoal.libs.agents.sessions.texts import SessionTexts
     from shoal.libs.language.engine import Sampling, TextRequest
     from shoal.libs.language.text_model import TextCall

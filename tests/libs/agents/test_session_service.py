@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from agents_rig import (
-    TOKEN,
     chat,
     end,
     find_url,
@@ -28,11 +27,12 @@ from test_token_tree import assistant, make_tokenizer, user
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.sessions.credit import SessionCredit
-from shoal.libs.agents.sessions.groups import Ending, GroupRules, Opening, SessionGroup
+from shoal.libs.agents.sessions.groups import SessionGroup, compare_group
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
-from shoal.libs.agents.sessions.service import SessionError, SessionRules, SessionService
+from shoal.libs.agents.sessions.service import SessionError, SessionService
+from shoal.libs.agents.sessions.session import Ending, Opening
 from shoal.libs.agents.sessions.store import SessionStore
-from shoal.libs.agents.setting import make_setting
+from shoal.libs.agents.spec import AgentsSpec, SessionsSpec
 
 PAIR = Opening(group="g", group_size=2)
 
@@ -51,8 +51,9 @@ class NoSampler:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[SessionService]:
     store = SessionStore(tmp_path)
-    rules = SessionRules(GroupRules("group_mean"), groups_per_step=1, credit=2, wait_s=60.0)
-    yield SessionService(store, make_tokenizer(), rules, NoSampler(), lambda step: None, lambda: 1)
+    algorithm = {"name": "grpo", "group_size": 2, "groups_per_step": 1}
+    spec = AgentsSpec.parse({"algorithm": algorithm, "max_version_lag": 0, "sessions": {"wait_s": 60.0}})
+    yield SessionService(store, make_tokenizer(), spec, NoSampler(), lambda step: None, lambda: 1)
     store.close()
 
 
@@ -138,7 +139,7 @@ def test_an_answer_without_advantage_is_learnt_where_the_learner_compares_it(
         tree = session.tree
         tree.add(tree.plan([user("ab")]), assistant("c"), [1, 2], [-0.5, -0.5], [3, 3])
         session.ending = Ending(reward=0.0)
-        outcome = GroupRules(baseline).compare(SessionGroup("g", 0, [session]))
+        outcome = compare_group(SessionGroup("g", 0, [session]), baseline, SessionsSpec())
         return len(outcome.segments)
 
     assert asyncio.run(run()) == num_segments
@@ -165,7 +166,7 @@ def test_a_token_counts_the_rewards_of_its_own_and_later_answers(
         await say(second, [user("ab")], "c", "four")
         first.ending, second.ending = Ending(reward=0.25), Ending(reward=0.0)
         third = replace(second, ending=Ending(reward=0.5))
-        return GroupRules(baseline).compare(SessionGroup("g", 0, [first, second, third])).segments
+        return compare_group(SessionGroup("g", 0, [first, second, third]), baseline, SessionsSpec()).segments
 
     extras = [each.extras for each in asyncio.run(run())]
     trained = sorted((each["advantage"][each["trains"]] * deviation).round(5).tolist() for each in extras)
@@ -249,10 +250,3 @@ def test_a_session_does_not_idle_while_it_is_answered(model: Path, tmp_path: Pat
         gate.goes_on.set()
         answering.result()
         chat(session, "cd")
-
-
-def test_a_run_with_replicas_samples_there_and_names_its_own_address(model: Path, tmp_path: Path) -> None:
-    spec = make_spec(model, name="smollm", replicas=1, sessions={"advertise": "https://agents.example/"})
-    front = make_setting(spec, tmp_path, TOKEN, "run").front
-    assert (front.endpoint, front.advertise) == ("smollm", "https://agents.example")
-    assert make_setting(make_spec(model), tmp_path, TOKEN, "run").front.endpoint == ""

@@ -10,9 +10,10 @@ from test_session_service import NoSampler
 from test_token_tree import assistant, encode, make_tokenizer, user
 
 from shoal import runs
-from shoal.libs.agents.sessions.groups import AgentSession, Ending, GroupRules, Opening
-from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.service import SessionService
+from shoal.libs.agents.sessions.session import AgentSession, Ending, Opening
 from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.hf.texts import IGNORED, TextSpec, encode_language, read_records
 from shoal.runs import RunKind
 from typed import complaint, said
@@ -26,8 +27,7 @@ async def fill(folder: Path) -> list[AgentSession]:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.save(str(folder / TOKENIZER))
     store = SessionStore(folder)
-    rules = SessionRules(GroupRules("group_mean"), groups_per_step=8, credit=8)
-    service = SessionService(store, tokenizer, rules, NoSampler(), lambda step: None, lambda: 1)
+    service = SessionService(store, tokenizer, AgentsSpec(), NoSampler(), lambda step: None, lambda: 1)
 
     async def say(session: AgentSession, history: list[Any], text: str, version: int, finish: str = "stop") -> None:
         tokens = encode(tokenizer, text)

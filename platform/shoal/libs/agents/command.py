@@ -13,10 +13,9 @@ import click
 from shoal.errors import RunError
 from shoal.extend.cli import CommandGroup, Positive, render_table
 from shoal.extend.runs import Panel, format_age, list_runs, load
-from shoal.libs.agents.sessions.groups import State
-from shoal.libs.agents.sessions.service import export_session
+from shoal.libs.agents.sessions.session import State
 from shoal.libs.agents.sessions.store import FILE_NAME
-from shoal.libs.agents.transcripts import Transcripts, describe_session, format_reward, format_task
+from shoal.libs.agents.transcripts import Transcripts, format_reward, format_task
 
 ALL = -1
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey what a model has written
@@ -76,7 +75,7 @@ def list_sessions(
     """
     transcripts = _open(run)
     chosen = [each for each in reversed(transcripts.records.list_all()) if state in (None, each.state)]
-    return [describe_session(transcripts.load(each)) for each in chosen[:limit]]
+    return [transcripts.records.fill(each).describe() for each in chosen[:limit]]
 
 
 def _show_session(shown: Mapping[str, Any]) -> Iterator[str]:
@@ -102,10 +101,9 @@ def show(session: Annotated[str, "ID"]) -> dict[str, Any]:
       shoal sessions show s0c9a6f1be2d34a5b6c7d --json
     """
     for transcripts in _list_transcripts():
-        if (row := transcripts.records.find(session)) is not None:
-            found = transcripts.load(row)
-            turns = [*transcripts.describe_turns(found)]
-            return {**describe_session(found), "run": transcripts.run.id, "task": found.opening.task, "turns": turns}
+        if (found := transcripts.records.find(session)) is not None:
+            described = transcripts.records.fill(found).describe()
+            return {**described, "run": transcripts.run.id, "turns": [*transcripts.describe_turns(found)]}
     raise RunError(f"no run of this host has the session {session!r}: `shoal sessions list` shows those of one")
 
 
@@ -128,10 +126,10 @@ def export(
       shoal sessions export latest --json > segments.jsonl
     """
     transcripts = _open(run)
-    for each in map(transcripts.load, transcripts.records.list_all()):
+    for each in map(transcripts.records.fill, transcripts.records.list_all()):
         if each.reward is None or (min_reward is not None and each.reward < min_reward):
             continue
         if as_json:
-            yield json.dumps(export_session(transcripts.records, each.id, None))
+            yield json.dumps(each.export())
         else:
             yield from map(json.dumps, transcripts.make_samples(each))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.errors import RunError
 from shoal.extend.runs import Cell, Panel, Run, RunPanels
-from shoal.libs.agents.sessions.groups import AgentSession
+from shoal.libs.agents.sessions.session import AgentSession
 from shoal.libs.agents.transcripts import Transcripts, format_reward, format_task
 
 MIN_STEPS = 5  # whose answers are shown, where there are so many
@@ -30,7 +30,7 @@ def build_panels(run: Run) -> list[Panel]:
 def _choose_sessions(transcripts: Transcripts, step: int) -> list[AgentSession]:
     """Of one group that a step has taken, the highest and the lowest reward."""
     members = transcripts.records.list_of_step(step)
-    loaded = [transcripts.load(each) for each in members if each.group_name == members[0].group_name]
+    loaded = [transcripts.records.fill(each) for each in members if each.group == members[0].group]
     rewards = {each: each.reward for each in loaded if each.reward is not None and each.tree.turns}
     ranked = sorted(rewards, key=lambda each: -rewards[each])
     return list(dict.fromkeys([*ranked[:1], *ranked[-1:]]))

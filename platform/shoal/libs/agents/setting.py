@@ -10,8 +10,6 @@ from shoal.libs.agents.config import PolicyGradientTextConfig, describe_tokens
 from shoal.libs.agents.model import open_pretrained
 from shoal.libs.agents.sessions.chat_template import check_template
 from shoal.libs.agents.sessions.front import AgentsFrontSetting
-from shoal.libs.agents.sessions.groups import GroupRules
-from shoal.libs.agents.sessions.service import SessionRules
 from shoal.libs.agents.spec import AgentsSpec
 
 
@@ -30,28 +28,7 @@ def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> Gat
     """What the run's gateway is started with."""
     algorithm = spec.text_algorithm
     model = open_pretrained(spec.model)
-    sessions = spec.sessions
-    rules = SessionRules(
-        GroupRules(algorithm.baseline, sessions.group_s, sessions.min_group, sessions.truncated),
-        algorithm.groups_per_step,
-        spec.credit,
-        sessions.wait_s,
-        algorithm.temperature,
-        spec.max_tokens,
-        sessions.cancelled,
-    )
-    front = AgentsFrontSetting(
-        spec.model,
-        folder,
-        token,
-        rules,
-        sessions.host,
-        sessions.port,
-        spec.slots,
-        spec.length,
-        endpoint=spec.model_name if spec.replicas else "",
-        advertise=sessions.advertise.rstrip("/"),
-    )
+    front = AgentsFrontSetting(spec, folder, token)
     rl_spec = spec.make_rl_spec()
     experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)
     return GatewaySetting.of_run(rl_spec, experience, folder, token, run_id=run_id, front=front)

@@ -13,9 +13,8 @@ import msgspec
 
 from shoal.errors import RunError, needs_extra
 from shoal.extend.runs import Run, format_number
-from shoal.libs.agents.sessions.groups import AgentSession, count_versions
-from shoal.libs.agents.sessions.service import load_tree
-from shoal.libs.agents.sessions.store import TOKENIZER, SessionRecords, StoredSession
+from shoal.libs.agents.sessions.session import AgentSession
+from shoal.libs.agents.sessions.store import TOKENIZER, SessionRecords
 
 
 class Transcripts:
@@ -32,10 +31,6 @@ class Transcripts:
         with needs_extra("language"):
             from tokenizers import Tokenizer
         return Tokenizer.from_file(str(self.run.folder / TOKENIZER))
-
-    def load(self, row: StoredSession) -> AgentSession:
-        """A session with its turns."""
-        return AgentSession.from_row(row, load_tree(self.records, row.id, None), row.opened_at)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, with its special ones."""
@@ -68,23 +63,6 @@ class Transcripts:
                 if prompt[: len(begin)] == begin:
                     prompt = prompt[len(begin) :]
                 yield {"prompt": self.decode(prompt), "completion": self.decode(turn.tokens.tolist())}
-
-
-def describe_session(session: AgentSession) -> dict[str, Any]:
-    """What a list says of a session. versions: that have sampled its tokens, each with its tokens"""
-    versions = count_versions(session.tree.turns.values())
-    return {
-        "id": session.id,
-        "state": session.state,
-        "why": session.why,
-        "group": session.group,
-        "purpose": session.opening.purpose,
-        "turns": len(session.tree.turns),
-        "tokens": versions.total(),
-        "versions": sorted(versions.items()),
-        "reward": session.reward,
-        "opened_at": session.opened_at,
-    }
 
 
 def format_task(task: Any) -> str:

@@ -20,8 +20,8 @@ import msgspec
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import AccessControl, Message, Receive, Scope, Send
-from shoal.libs.agents.sessions.groups import AgentSession, Ending, Opening, Reward
 from shoal.libs.agents.sessions.service import SessionError, SessionService
+from shoal.libs.agents.sessions.session import AgentSession, Ending, Opening, Reward
 from shoal.libs.agents.sessions.texts import SessionTexts
 from shoal.libs.language.api.app import LanguageApp
 from shoal.serve.protocol.request_limits import RequestLimits
@@ -128,7 +128,7 @@ class SessionApp:
         session_id, verb = match[1], match[2]
         if verb is None:
             self._require_token(scope)
-            await _send_json(send, 200, self._service.export(session_id))
+            await _send_json(send, 200, self._service.load(session_id).export())
             return
         self._require_either(scope, session_id)
         body = await self._read(receive)

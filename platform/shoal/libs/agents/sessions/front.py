@@ -26,9 +26,10 @@ from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
 from shoal.libs.agents.sessions.local_sampler import LocalSampler
 from shoal.libs.agents.sessions.pinned_sampler import PinnedSampler
-from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.service import SessionService
 from shoal.libs.agents.sessions.steps import Step, StepOutcome
 from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.wire import DropReason
 
 logger = logging.getLogger(__name__)
@@ -40,25 +41,11 @@ PORT, ENDPOINT = "agents_port", "agents_endpoint"  # facts of the ledger, which 
 
 @dataclass(frozen=True)
 class AgentsFrontSetting:
-    """What the front of a run is opened with, in the gateway's process.
+    """What the front of a run is opened with, in the gateway's process. folder: of the run's files"""
 
-    pretrained: the folder of the model and its tokenizer
-    advertise:  the URL by which agents reach it; "": its own
-    endpoint:   the name of the model at the endpoint that samples; "": this process does
-    folder:     of the run's files
-    """
-
-    pretrained: str
+    spec: AgentsSpec
     folder: Path
     token: str
-    rules: SessionRules
-    host: str = "127.0.0.1"
-    port: int = 0
-    slots: int = 64
-    length: int | None = None
-    torch_threads: int = 1
-    endpoint: str = ""
-    advertise: str = ""
 
     def open(
         self,
@@ -87,30 +74,31 @@ class AgentsFront:
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
-        model = open_pretrained(setting.pretrained)
+        spec, rules = setting.spec, setting.spec.sessions
+        model = open_pretrained(spec.model)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: PinnedSampler | EndpointSampler
-        if setting.endpoint:
-            context = setting.length or model.context
-            self._sampler = EndpointSampler(self._find_endpoint, setting.endpoint, setting.token, context)
+        if spec.replicas:
+            context = spec.length or model.context
+            self._sampler = EndpointSampler(self._find_endpoint, spec.model_name, setting.token, context)
         else:
-            opened, shape = (model.module, model.tokenizer, model.stop_tokens), (setting.slots, setting.length)
+            opened = model.module, model.tokenizer, model.stop_tokens
             self._sampler = PinnedSampler(
-                lambda get_weights: LocalSampler(*opened, get_weights, *shape, setting.torch_threads),
-                lambda: state.weights,
+                lambda get_weights: LocalSampler(*opened, get_weights, spec.slots, spec.length), lambda: state.weights
             )
         self._service = SessionService(
-            self._sessions, model.tokenizer, setting.rules, self._sampler, self._put, lambda: state.version
+            self._sessions, model.tokenizer, spec, self._sampler, self._put, lambda: state.version
         )
         self._steps.extend(self._service.restore(self._was_lost))
         # Of the last step that was learnt, at least; the newest versions may be those of steps that are open.
         self._closed_version = state.version - len(self._steps)
         known = int(self._ledger.get_fact(PORT) or 0)
-        self._socket = socket.create_server((setting.host, setting.port or known), backlog=1024)
+        self._socket = socket.create_server((rules.host, rules.port or known), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         self._ledger.set_fact(PORT, str(self.port))
-        self.url = setting.advertise or f"http://{setting.host}:{self.port}"
-        app = SessionApp(self._service, setting.token, setting.advertise)
+        advertised = rules.advertise.rstrip("/")
+        self.url = advertised or f"http://{rules.host}:{self.port}"
+        app = SessionApp(self._service, setting.token, advertised)
         config = uvicorn.Config(
             app,
             log_level=logging.WARNING,

@@ -13,30 +13,19 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from shoal.errors import InferenceError
 from shoal.libs.agents.sessions.credit import SessionCredit
-from shoal.libs.agents.sessions.groups import (
-    MAX_TASK_BYTES,
-    AgentSession,
-    Ending,
-    GroupRules,
-    Opening,
-    SessionGroup,
-    State,
-    count_versions,
-)
+from shoal.libs.agents.sessions.groups import SessionGroup, compare_group
+from shoal.libs.agents.sessions.session import AgentSession, Ending, Opening, State, count_versions
 from shoal.libs.agents.sessions.steps import LearnerSteps, Step
 from shoal.libs.agents.sessions.store import (
-    SessionRecords,
     SessionStore,
-    StoredSession,
     change_session,
     count,
     delete_answers,
@@ -45,10 +34,12 @@ from shoal.libs.agents.sessions.store import (
     insert_session,
 )
 from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.language.engine.request import TextRequest, TokenEvent
 from shoal.libs.language.text_model import TextCall
 
 SWEEP_S = 0.25
+MAX_TASK_BYTES = 65_536
 # Means of the newest ones: rewards of sessions, sampled tokens of answers, those that were cut off by their limit, and
 # groups that teach nothing, since all rewards are equal.
 WINDOWS = {"reward": 256, "length": 1024, "cut_fraction": 1024, "no_signal_fraction": 64}
@@ -59,28 +50,6 @@ class SessionError(InferenceError):
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(status, message, retry_after_s, code=code)
-
-
-@dataclass(frozen=True)
-class SessionRules:
-    """What the run says of its sessions.
-
-    groups:          how they are compared
-    groups_per_step: groups that the learner takes at once
-    credit:          sessions that may be open or unlearnt
-    wait_s:          for credit, within a request
-    temperature:     of what is sampled for training
-    max_tokens:      of an answer, at most
-    cancelled:       whether an answer is learnt whose client has left
-    """
-
-    groups: GroupRules
-    groups_per_step: int
-    credit: int
-    wait_s: float = 30.0
-    temperature: float = 1.0
-    max_tokens: int | None = None
-    cancelled: Literal["drop", "train"] = "drop"
 
 
 class Sampler(Protocol):
@@ -105,30 +74,30 @@ class Sampler(Protocol):
 
 
 class SessionService:
-    """tokenizer: of the model. emit: takes the segments of a step. get_version: that of the newest weights; 0 before"""
+    """spec: of the run. emit: takes the segments of a step. get_version: that of the newest weights; 0 before"""
 
     def __init__(
         self,
         store: SessionStore,
         tokenizer: Any,
-        rules: SessionRules,
+        spec: AgentsSpec,
         sampler: Sampler,
         emit: Callable[[Step], None],
         get_version: Callable[[], int],
     ) -> None:
-        self.rules = rules
+        self.spec, self.algorithm, self.rules = spec, spec.text_algorithm, spec.sessions
         self.tokenizer = tokenizer
         self.sampler = sampler
         self._store = store
         self._records = store.records
         self.get_version = get_version
-        self._credit = SessionCredit(rules.credit)
+        self._credit = SessionCredit(spec.credit)
         self._sessions: dict[str, AgentSession] = {}  # that are open
         self._groups: dict[str, SessionGroup] = {}
         self._opening: dict[str, asyncio.Task[bool]] = {}  # groups that wait for credit
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # by idempotency key: of one opening at a time
         self.counts = Counter[str]()
-        self.steps = LearnerSteps(store, rules.groups_per_step, self._credit, emit, self.counts)
+        self.steps = LearnerSteps(store, self.algorithm.groups_per_step, self._credit, emit, self.counts)
         self._recent = {name: deque[float](maxlen=size) for name, size in WINDOWS.items()}
         self._is_over = False
 
@@ -146,12 +115,13 @@ class SessionService:
             raise SessionError(400, "invalid", problem)
         session_id = f"s{secrets.token_hex(10)}"
         async with self._locks.setdefault(token_key or session_id, asyncio.Lock()):
-            if token_key and (known := self._records.find_by_token_key(token_key)) is not None:
-                session = self._sessions.get(known.id)
-                if session is None:
-                    raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
-                return session, await self._renew_key(session)
-            return await self._open(session_id, opening, token_key)
+            if not token_key or (known := self._records.find_by_token_key(token_key)) is None:
+                return await self._open(session_id, opening, token_key)
+            if (session := self._sessions.get(known.id)) is None:
+                raise SessionError(410, "session_over", "the session of this idempotency-key has ended")
+            key, session.key = make_key()  # in place of one whose answer may have been lost: only its hash is kept
+            await self._store.write(change_session(session.id, key=session.key))
+            return session, key
 
     async def _open(self, session_id: str, opening: Opening, token_key: str) -> tuple[AgentSession, str]:
         self._require_running()
@@ -162,21 +132,14 @@ class SessionService:
             raise SessionError(429, "no_credit", problem, 5.0)
         if opening.purpose == "eval":
             opening = self._pin(opening)
-        now_s, key = time.time(), f"shs_{secrets.token_urlsafe(24)}"
-        session = AgentSession(
-            session_id,
-            hashlib.sha256(key.encode()).digest(),
-            opening,
-            now_s,
-            TokenTree(self.tokenizer),
-            now_s,
-            name,
-        )
+        now_s, (key, hashed) = time.time(), make_key()
+        tree = TokenTree(self.tokenizer)
+        session = AgentSession(session_id, hashed, now_s, opening, name, tree=tree, seen_at=now_s)
         self._sessions[session.id] = session
-        if opening.purpose == "train":
+        if session.trains:
             self._groups[name].members.append(session)
         try:
-            await self._store.write(insert_session(session.to_row(), token_key))
+            await self._store.write(insert_session(session, token_key))
         except InferenceError:
             self._forget(session)
             raise
@@ -212,13 +175,6 @@ class SessionService:
             del self._groups[session.group]
             self._credit.give_back(group.num_unopened)
 
-    async def _renew_key(self, session: AgentSession) -> str:
-        """Another key in place of one whose answer may have been lost: only its hash is kept."""
-        key = f"shs_{secrets.token_urlsafe(24)}"
-        session.key = hashlib.sha256(key.encode()).digest()
-        await self._store.write(change_session(session.id, key=session.key))
-        return key
-
     async def _join_group(self, name: str, size: int) -> bool:
         """A place in the group, whose first session takes the credit of all."""
         group = self._groups.get(name)
@@ -249,9 +205,9 @@ class SessionService:
         """An open session. Raises SessionError (404, 410)."""
         session = self._sessions.get(session_id)
         if session is None:
-            row = require_known(self._records.find(session_id))
-            why = f": {row.why}" if row.why else ""
-            raise SessionError(410, "session_over", f"the session is over ({row.state}{why})")
+            over = self._find_known(session_id)
+            why = f": {over.why}" if over.why else ""
+            raise SessionError(410, "session_over", f"the session is over ({over.state}{why})")
         if lapse := session.describe_lapse(time.time()):
             raise SessionError(410, "session_over", f"the session is over (expired: {lapse})")
         return session
@@ -264,13 +220,18 @@ class SessionService:
 
     def find_key(self, session_id: str) -> bytes:
         """SHA-256 of a session's key, also of one that is over. Raises SessionError (404)."""
-        if (session := self._sessions.get(session_id)) is not None:
-            return session.key
-        return require_known(self._records.find(session_id)).key
+        return self._find_known(session_id).key
 
-    def export(self, session_id: str) -> dict[str, Any]:
-        """A session with its turns and segments, as plain values. Raises SessionError (404)."""
-        return export_session(self._records, session_id, self.tokenizer)
+    def _find_known(self, session_id: str) -> AgentSession:
+        """One that is open, or as the file has it. Raises SessionError (404)."""
+        if (session := self._sessions.get(session_id) or self._records.find(session_id)) is None:
+            raise SessionError(404, "session_unknown", "this run has never opened such a session")
+        return session
+
+    def load(self, session_id: str) -> AgentSession:
+        """A session with its turns. Raises SessionError (404)."""
+        session = self._find_known(session_id)
+        return session if session_id in self._sessions else self._records.fill(session)
 
     async def end(self, session_id: str, ending: Ending) -> dict[str, Any]:
         """End a session; the same again is answered alike.
@@ -278,24 +239,17 @@ class SessionService:
         Raises InferenceError (400), SessionError (404, 410, 422).
         """
         ending.require_valid()
-        encoded = msgspec.json.encode(ending)
-        session = self._sessions.get(session_id)
-        if session is not None:
+        session = self.load(session_id)
+        if session_id in self._sessions:
             await self._close(session, "failed" if ending.failed else "ended", ending.failed, ending)
-        row = require_known(self._records.find(session_id))
-        if row.ending is None:
+        if session.ending is None:
             self.find(session_id)
-        if row.ending != encoded:
+        if session.ending != ending:
             raise SessionError(422, "end_differs", "the session has ended with another body")
-        tree = load_tree(self._records, session_id, self.tokenizer) if session is None else session.tree
-        return self._describe_end(row.state, tree)
-
-    @staticmethod
-    def _describe_end(state: str, tree: TokenTree) -> dict[str, Any]:
-        turns = tree.turns.values()
-        trained = [each for each in turns if each.trains] if state == "ended" else []
+        turns = session.tree.turns.values()
+        trained = [each for each in turns if each.trains and session.state == "ended"]
         tokens = {"sampled": count_versions(turns).total(), "trains": count_versions(trained).total()}
-        return {"state": state, "turns": len(turns), "tokens": tokens}
+        return {"state": session.state, "turns": len(turns), "tokens": tokens}
 
     async def _close(self, session: AgentSession, state: State, why: str, ending: Ending | None = None) -> None:
         """Let a session end, unless it has; its group may be complete by that. Raises InferenceError (503)."""
@@ -306,9 +260,7 @@ class SessionService:
             encoded = None if ending is None else msgspec.json.encode(ending)
             ended = change_session(session.id, state=state, why=why, ending=encoded, end_time=now_s)
             await self._store.write(ended, delete_answers(session.id))
-            session.state = state
-            session.why = why
-            session.ending = ending
+            session.state, session.why, session.ending = state, why, ending
             del self._sessions[session.id]
             self.counts[state] += 1
             if (group := self._groups.get(session.group)) is not None:
@@ -317,7 +269,7 @@ class SessionService:
         await self._close_groups(now_s)
 
     def _note_reward(self, session: AgentSession) -> None:
-        if session.reward is not None and session.opening.purpose == "train":
+        if session.reward is not None and session.trains:
             self._recent["reward"].append(session.reward)
 
     async def sweep(self) -> None:
@@ -343,7 +295,7 @@ class SessionService:
         """
         statements = [insert_record(session.id, reply, each) for each in turns]
         sampled = count_versions(turns)
-        accounts = ["sampled", "eval"] if session.opening.purpose == "eval" else ["sampled"]
+        accounts = ["sampled"] if session.trains else ["sampled", "eval"]
         statements += [count(what, version, num) for what in accounts for version, num in sampled.items()]
         if answer is not None:
             statements.append(insert_answer(session.id, *answer))
@@ -374,17 +326,16 @@ class SessionService:
 
     async def _close_groups(self, now_s: float) -> None:
         for name, group in list(self._groups.items()):
-            if not group.is_complete(now_s, self.rules.groups.group_s):
+            if not group.is_complete(now_s, self.rules.group_s):
                 continue
             for each in group.members:
                 if each.state == "open":
-                    await self._close(
-                        each, "evicted", f"its group was closed without it after {self.rules.groups.group_s:g} s"
-                    )
+                    why = f"its group was closed without it after {self.rules.group_s:g} s"
+                    await self._close(each, "evicted", why)
             if self._groups.get(name) is not group or any(each.num_running for each in group.members):
                 continue  # another call has closed it, or the last tokens of an answer are on their way
             del self._groups[name]
-            outcome = self.rules.groups.compare(group)
+            outcome = compare_group(group, self.algorithm.baseline, self.rules)
             self._recent["no_signal_fraction"].append("no_signal" in outcome.num_sessions and not outcome.segments)
             self.steps.add(outcome)
         await self.steps.hand_over()
@@ -400,16 +351,15 @@ class SessionService:
         for what, by_version in self._records.count_tokens().items():
             self.counts[f"tokens/{what}"] = sum(by_version.values())
         self.counts.update(self._records.count_sessions())
-        for row in self._records.list_ended(WINDOWS["reward"]):
-            self._note_reward(AgentSession.from_row(row, TokenTree(None), row.opened_at))
-        for row in self._records.list_unassigned():
-            is_training = msgspec.json.decode(row.opening, type=Opening).purpose == "train"
-            if not (is_training or row.state == "open"):
+        for session in self._records.list_ended(WINDOWS["reward"]):
+            self._note_reward(session)
+        for session in self._records.list_unassigned():
+            if not (session.trains or session.state == "open"):
                 continue
-            session = self._load(row)
+            self._load(session)
             if session.state == "open":
                 self._sessions[session.id] = session
-            if is_training:
+            if session.trains:
                 size = session.opening.group_size
                 group = self._groups.get(session.group)
                 if group is None:
@@ -418,11 +368,12 @@ class SessionService:
                 group.num_unopened -= 1
                 group.members.append(session)
                 if session.state != "open":
-                    group.first_end_at = group.first_end_at or row.end_time
+                    group.first_end_at = group.first_end_at or session.end_time
         return self.steps.restore(self._load, was_lost)
 
-    def _load(self, row: StoredSession) -> AgentSession:
-        return AgentSession.from_row(row, load_tree(self._records, row.id, self.tokenizer), time.time())
+    def _load(self, session: AgentSession) -> AgentSession:
+        session.seen_at = time.time()
+        return self._records.fill(session, self.tokenizer)
 
     def describe(self) -> Mapping[str, Any]:
         """Counts, for the record of the run: sessions, answers, `tokens/` by what became of them, and `drops/`, the
@@ -437,34 +388,7 @@ class SessionService:
         }
 
 
-def require_known(row: StoredSession | None) -> StoredSession:
-    """Raises SessionError (404) for a session that this run has never opened."""
-    if row is None:
-        raise SessionError(404, "session_unknown", "this run has never opened such a session")
-    return row
-
-
-def load_tree(records: SessionRecords, session_id: str, tokenizer: Any) -> TokenTree:
-    """The turns of a session that are on the disk."""
-    tree = TokenTree(tokenizer)
-    tree.restore(records.load_turns(session_id))
-    return tree
-
-
-def export_session(records: SessionRecords, session_id: str, tokenizer: Any) -> dict[str, Any]:
-    """A session with its turns and segments, as plain values. Raises SessionError (404)."""
-    row = require_known(records.find(session_id))
-    tree = load_tree(records, session_id, tokenizer)
-    segments = [
-        {name: getattr(segment, name).tolist() for name in ("tokens", "trains", "logprobs", "versions")}
-        for segment in tree.segments()
-    ]
-    return {
-        "id": session_id,
-        **msgspec.json.decode(row.opening),
-        "state": row.state,
-        "why": row.why,
-        "ending": None if row.ending is None else msgspec.json.decode(row.ending),
-        "turns": len(tree.turns),
-        "segments": segments,
-    }
+def make_key() -> tuple[str, bytes]:
+    """A session's key, and its SHA-256."""
+    key = f"shs_{secrets.token_urlsafe(24)}"
+    return key, hashlib.sha256(key.encode()).digest()

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from shoal.extend.rl import Segment
 from shoal.libs.agents.sessions.credit import SessionCredit
-from shoal.libs.agents.sessions.groups import AgentSession, GroupOutcome, make_segments
+from shoal.libs.agents.sessions.groups import GroupOutcome, make_segments
+from shoal.libs.agents.sessions.session import AgentSession
 from shoal.libs.agents.sessions.store import (
     SessionStore,
     Statement,
-    StoredSession,
     change_session,
     close_step,
     count,
@@ -82,8 +82,8 @@ class LearnerSteps:
             dropped += group.dropped
             drops.update({reason: num for reason, num in group.num_sessions.items() if reason})
             statements += [
-                change_session(each.id, step=step.number, advantage=advantage, deviation=group.deviation)
-                for each, advantage in group.members
+                change_session(each.id, step=step.number, advantage=each.advantage, deviation=each.deviation)
+                for each in group.members
             ]
         await self._store.write(*statements, *_count(dropped))
         self._num_steps = step.number
@@ -111,7 +111,7 @@ class LearnerSteps:
         self._add_counts(tokens, outcome.dropped)
         self._counts["steps"] += 1  # then its accounts can be read
 
-    def restore(self, load: Callable[[StoredSession], AgentSession], was_lost: Callable[[int], bool]) -> list[Step]:
+    def restore(self, load: Callable[[AgentSession], AgentSession], was_lost: Callable[[int], bool]) -> list[Step]:
         """The steps that the learner is not through with. was_lost: whether the segments of a step are to be queued
         again, under another number. Before the event loop runs."""
         records = self._store.records
@@ -119,13 +119,12 @@ class LearnerSteps:
         for number in records.list_open_steps():
             step = Step(number)
             groups = set[str]()
-            for row in records.list_of_step(number):
-                session = load(row)
+            for session in map(load, records.list_of_step(number)):
                 if session.group not in groups:
                     groups.add(session.group)
                     step.num_sessions += session.opening.group_size
-                if row.advantage is not None:
-                    step.segments += make_segments(session, row.advantage, row.deviation or 1.0)
+                if session.advantage is not None:
+                    step.segments += make_segments(session)
             if was_lost(number):
                 self._num_steps += 1
                 step.number = self._num_steps

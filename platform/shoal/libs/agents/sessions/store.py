@@ -19,7 +19,8 @@ import msgspec
 
 from shoal.atomic_file import connect_private, describe_newer_format, is_newer_format
 from shoal.errors import InferenceError, RunError
-from shoal.libs.agents.sessions.token_tree import Turn
+from shoal.libs.agents.sessions.session import AgentSession, Ending, Opening
+from shoal.libs.agents.sessions.token_tree import TokenTree, Turn
 
 FILE_NAME = "sessions.sqlite"  # in a run's folder
 TOKENIZER = "tokenizer.json"  # beside it: its texts can be read without the model
@@ -29,7 +30,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, key BLOB, opened_at REAL, opening BLOB, token_key TEXT, group_name TEXT,
     state TEXT DEFAULT 'open', why TEXT DEFAULT '', ending BLOB, end_time REAL, rewards BLOB DEFAULT '{}',
-    step INTEGER, advantage REAL, deviation REAL
+    step INTEGER, advantage REAL, deviation REAL DEFAULT 1
 );
 CREATE INDEX IF NOT EXISTS by_step ON sessions (step);
 CREATE INDEX IF NOT EXISTS by_group ON sessions (group_name);
@@ -41,26 +42,8 @@ CREATE TABLE IF NOT EXISTS answers (
 );
 CREATE TABLE IF NOT EXISTS counts (what TEXT, version INTEGER, tokens INTEGER, PRIMARY KEY (what, version));
 """
+_COLUMNS = "id, key, opened_at, opening, group_name, state, why, ending, end_time, rewards, step, advantage, deviation"
 _COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens"
-
-
-class StoredSession(NamedTuple):
-    """A row of `sessions`: opening, ending and rewards are JSON; ending is None without one, advantage of one that is
-    not learnt, deviation of its group. step: that has taken it; None before"""
-
-    id: str
-    key: bytes
-    opened_at: float
-    opening: bytes
-    group_name: str
-    state: str
-    why: str
-    ending: bytes | None
-    end_time: float | None
-    rewards: bytes
-    step: int | None
-    advantage: float | None
-    deviation: float | None
 
 
 class Statement(NamedTuple):
@@ -79,9 +62,10 @@ class _Write(NamedTuple):
 # -- what is written ----------------------------------------------------------------------------------------------
 
 
-def insert_session(session: StoredSession, token_key: str) -> Statement:
+def insert_session(session: AgentSession, token_key: str) -> Statement:
     """A session that is opened. token_key: the idempotency key of its opening; "" for none"""
-    values = (session.id, session.key, session.opened_at, session.opening, token_key, session.group_name)
+    opening = msgspec.json.encode(session.opening)
+    values = (session.id, session.key, session.opened_at, opening, token_key, session.group)
     return Statement(
         "INSERT INTO sessions (id, key, opened_at, opening, token_key, group_name) VALUES (?, ?, ?, ?, ?, ?)", values
     )
@@ -220,22 +204,22 @@ class SessionRecords:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
 
-    def find(self, session_id: str) -> StoredSession | None:
+    def find(self, session_id: str) -> AgentSession | None:
         return next(iter(self._select("id = ?", session_id)), None)
 
-    def find_by_token_key(self, token_key: str) -> StoredSession | None:
+    def find_by_token_key(self, token_key: str) -> AgentSession | None:
         """The session that was opened with this idempotency key."""
         return next(iter(self._select("token_key = ?", token_key)), None)
 
-    def list_all(self) -> list[StoredSession]:
+    def list_all(self) -> list[AgentSession]:
         """In the order of their opening."""
         return self._select("TRUE ORDER BY opened_at")
 
-    def list_unassigned(self) -> list[StoredSession]:
+    def list_unassigned(self) -> list[AgentSession]:
         """Those that no step has taken."""
         return self._select("step IS NULL")
 
-    def list_ended(self, num: int) -> list[StoredSession]:
+    def list_ended(self, num: int) -> list[AgentSession]:
         """The last ones, in the order of their ends."""
         return self._select("state = 'ended' ORDER BY end_time DESC LIMIT ?", num)[::-1]
 
@@ -252,7 +236,7 @@ class SessionRecords:
         )
         return states | {"opened": opened, "answers": answers, "steps": steps}
 
-    def list_of_step(self, number: int) -> list[StoredSession]:
+    def list_of_step(self, number: int) -> list[AgentSession]:
         return self._select("step = ?", number)
 
     def list_open_steps(self) -> list[int]:
@@ -263,9 +247,12 @@ class SessionRecords:
         """The highest number; 0 before the first."""
         return int(self._read("SELECT coalesce(max(number), 0) FROM steps")[0][0])
 
-    def load_turns(self, session_id: str) -> list[Turn]:
-        rows = self._read("SELECT turn FROM turns WHERE session = ? ORDER BY number", session_id)
-        return [msgspec.msgpack.decode(row[0], type=Turn) for row in rows]
+    def fill(self, session: AgentSession, tokenizer: Any = None) -> AgentSession:
+        """The session with its turns."""
+        session.tree = TokenTree(tokenizer)
+        rows = self._read("SELECT turn FROM turns WHERE session = ?", session.id)
+        session.tree.restore(msgspec.msgpack.decode(row[0], type=Turn) for row in rows)
+        return session
 
     def find_answer(self, session_id: str, request: bytes) -> tuple[bytes, bytes] | None:
         """The head and the body of the answer to a request."""
@@ -284,9 +271,17 @@ class SessionRecords:
             counts.setdefault(what, {})[version] = num_tokens
         return counts
 
-    def _select(self, condition: str, *values: object) -> list[StoredSession]:
-        rows = self._read(f"SELECT {', '.join(StoredSession._fields)} FROM sessions WHERE {condition}", *values)
-        return [StoredSession(*row) for row in rows]
+    def _select(self, condition: str, *values: object) -> list[AgentSession]:
+        sessions = []
+        for row in self._read(f"SELECT {_COLUMNS} FROM sessions WHERE {condition}", *values):
+            name, key, opened_at, opening, group, state, why, ending, end_time, rewards, *rest = row
+            opened = msgspec.json.decode(opening, type=Opening)
+            ended = None if ending is None else msgspec.json.decode(ending, type=Ending)
+            by_turn = msgspec.json.decode(rewards, type=dict[int, float])
+            sessions.append(
+                AgentSession(name, key, opened_at, opened, group, state, why, ended, end_time, by_turn, *rest)
+            )
+        return sessions
 
     def _read(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as database:

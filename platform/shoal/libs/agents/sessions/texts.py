@@ -16,8 +16,8 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, HttpRequest, Send
-from shoal.libs.agents.sessions.groups import AgentSession
-from shoal.libs.agents.sessions.service import SessionRules, SessionService
+from shoal.libs.agents.sessions.service import SessionService
+from shoal.libs.agents.sessions.session import AgentSession
 from shoal.libs.agents.sessions.token_tree import Plan, TokenTree, Turn
 from shoal.libs.language.api.answers import TextAnswer
 from shoal.libs.language.api.bodies import Json
@@ -152,15 +152,13 @@ def plan_prompt(tree: TokenTree, prompt: TokenIds) -> Plan:
 
 def _apply_rules(request: TextRequest, session: AgentSession, service: SessionService) -> tuple[TextRequest, str]:
     """The request as a training session samples it, and why its answer is not learnt ("": it is)."""
-    rules: SessionRules = service.rules
-    if rules.max_tokens is not None:
-        most = min(request.max_tokens or rules.max_tokens, rules.max_tokens)
-        request = replace(request, max_tokens=most)
+    if (most := service.spec.max_tokens) is not None:
+        request = replace(request, max_tokens=min(request.max_tokens or most, most))
     if request.swap == "refuse":  # its 409 would be repeated
         request = replace(request, swap="continue")
-    if session.opening.purpose == "eval":
+    if not session.trains:
         return request, "eval"
-    sampling = replace(PLAIN, temperature=rules.temperature)
+    sampling = replace(PLAIN, temperature=service.algorithm.temperature)
     if replace(request.sampling, seed=None) != sampling:
         service.counts["sampling_overridden"] += 1
     request = replace(request, sampling=sampling, behaviour=sampling != PLAIN)
