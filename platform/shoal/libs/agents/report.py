@@ -78,11 +78,8 @@ PANELS = RunPanels(
     ),
     folded=(
         "tokens/",
-        *(f"sessions/{name}" for name in ("open", "waiting", "credit", "window", "ended", "failed", "expired")),
-        *(
-            f"sessions/{name}"
-            for name in ("evicted", "steps", "answers", "branches", "sampling_overridden", "repeated")
-        ),
+        *map("sessions/{}".format, ("open", "waiting", "credit", "window", "ended", "failed", "expired", "evicted")),
+        *map("sessions/{}".format, ("steps", "answers", "branches", "sampling_overridden", "repeated")),
     ),
     panels=build_panels,
 )

@@ -12,7 +12,7 @@ import hmac
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,13 +26,12 @@ from shoal.libs.agents.sessions.texts import SessionTexts
 from shoal.libs.language.api.app import LanguageApp
 from shoal.serve.protocol.request_limits import RequestLimits
 
-PREFIX = "/shoal/v1/sessions"
 MAX_RUNNING = 64  # requests of one session at a time: others wait
 _AGENT = re.compile(r"/s/(s[0-9a-f]{20})(/.*)")
-_SESSION = re.compile(rf"{PREFIX}/(s[0-9a-f]+)(?:/(end|rewards|touch))?")
 _REPLY_ID = re.compile(rb'"id":"([^"]{1,80})"')
 _JSON = [(b"content-type", b"application/json")]
 Json = dict[str, Any]
+Headers = Mapping[bytes, bytes]
 
 
 class AnswerReward(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,7 +91,7 @@ class SessionApp:
 
     def __init__(self, service: SessionService, token: str, url: str = "") -> None:
         self._service = service
-        self._token = token.encode()
+        self._key = hashlib.sha256(token.encode()).digest()
         self._url = url
         self._limits = RequestLimits()
         self._access = AccessControl(None, [])
@@ -101,51 +100,47 @@ class SessionApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        is_anthropic = scope["path"].endswith(("/messages", "/messages/count_tokens"))
+        headers = dict(scope["headers"])
         try:
             if match := _AGENT.fullmatch(scope["path"]):
-                await self._converse(match[1], scope, receive, send)
+                await self._converse(match[1], scope, headers, receive, send)
             else:
-                await self._administer(scope, receive, send)
+                status, content = await self._administer(scope, headers, receive)
+                await _reply(send, status, _JSON, b"" if content is None else msgspec.json.encode(content))
         except InferenceError as error:
-            await _send_error(send, error, is_anthropic)
+            await _send_error(send, error, scope["path"])
         except msgspec.DecodeError as error:
-            await _send_error(send, SessionError(400, "invalid", f"the body: {error}"), is_anthropic)
+            await _send_error(send, SessionError(400, "invalid", f"the body: {error}"), scope["path"])
 
     # -- drivers --------------------------------------------------------------------------------------------------
 
-    async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["path"].rstrip("/"), scope["method"]
-        if path == PREFIX and method == "POST":
-            self._require_token(scope)
-            opening = msgspec.json.decode(await self._read(receive), type=Opening)
-            session, key = await self._service.open(opening, _find_header(scope, b"idempotency-key").decode("latin-1"))
-            await _send_json(send, 201, self._describe_opened(scope, session, key))
-            return
-        match = _SESSION.fullmatch(path)
-        if match is None or method != ("POST" if match[2] else "GET"):
-            raise SessionError(404, "no_such_path", f"there is no {method} {path[:200]!r}")
-        session_id, verb = match[1], match[2]
-        if verb is None:
-            self._require_token(scope)
-            await _send_json(send, 200, self._service.load(session_id).export())
-            return
-        self._require_either(scope, session_id)
-        body = await self._read(receive)
-        if verb == "end":
-            ending = msgspec.json.decode(body, type=Ending)
-            await _send_json(send, 200, await self._service.end(session_id, ending))
-            return
-        session = self._service.touch(session_id)
-        if verb == "rewards":
-            given = msgspec.json.decode(body, type=AnswerReward)
-            await self._service.reward_answer(session, given.reply, given.reward)
-            await _send_json(send, 200, {})
-        else:
-            await _reply(send, 204, [], b"")
+    async def _administer(self, scope: Scope, headers: Headers, receive: Receive) -> tuple[int, Any]:
+        """The status and the content of an answer."""
+        service = self._service
+        match [scope["method"], *scope["path"].rstrip("/").split("/")[1:]]:
+            case ["POST", "shoal", "v1", "sessions"]:
+                _require_key(headers, "the run's", self._key)
+                opening = msgspec.json.decode(await self._read(receive), type=Opening)
+                session, key = await service.open(opening, headers.get(b"idempotency-key", b"").decode("latin-1"))
+                return 201, self._describe_opened(scope, headers, session, key)
+            case ["GET", "shoal", "v1", "sessions", session_id]:
+                _require_key(headers, "the run's", self._key)
+                return 200, service.load(session_id).export()
+            case ["POST", "shoal", "v1", "sessions", session_id, "end" | "rewards" | "touch" as verb]:
+                _require_key(headers, "the session's or the run's", self._key, service.find_key(session_id))
+                body = await self._read(receive)
+                if verb == "end":
+                    return 200, await service.end(session_id, msgspec.json.decode(body, type=Ending))
+                session = service.touch(session_id)
+                if verb == "touch":
+                    return 204, None
+                given = msgspec.json.decode(body, type=AnswerReward)
+                await service.reward_answer(session, given.reply, given.reward)
+                return 200, {}
+        raise SessionError(404, "no_such_path", f"there is no {scope['method']} {scope['path'][:200]!r}")
 
-    def _describe_opened(self, scope: Scope, session: AgentSession, key: str) -> Json:
-        origin = self._url or f"{scope['scheme']}://{_find_header(scope, b'host').decode('latin-1')}"
+    def _describe_opened(self, scope: Scope, headers: Headers, session: AgentSession, key: str) -> Json:
+        origin = self._url or f"{scope['scheme']}://{headers[b'host'].decode('latin-1')}"
         root = f"{origin}/s/{session.id}"
         environment = {
             "OPENAI_BASE_URL": f"{root}/v1",
@@ -164,15 +159,15 @@ class SessionApp:
 
     # -- agents ---------------------------------------------------------------------------------------------------
 
-    async def _converse(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        self._require_session_key(scope, session_id)
+    async def _converse(self, session_id: str, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        _require_key(headers, "that of this session", self._service.find_key(session_id))
         body = await self._read(receive)
         session = self._service.touch(session_id)
         if scope["method"] != "POST":
             app = LanguageApp(SessionTexts(self._service, session), self._access, self._limits)
             await app(scope, receive, send)
             return
-        named, retries = _find_header(scope, b"idempotency-key"), _find_header(scope, b"x-stainless-retry-count")
+        named, retries = headers.get(b"idempotency-key", b""), headers.get(b"x-stainless-retry-count", b"")
         request = hashlib.blake2b(b"\0".join((scope["path"].encode(), named, body)), digest_size=16).digest()
         if named or (retries.isdigit() and int(retries)):
             if running := self._running.get((session_id, request)):
@@ -191,15 +186,10 @@ class SessionApp:
         is_stream = re.search(rb'"stream"\s*:\s*true', body) is not None
         exchange = Exchange(self._service, texts, request, send if is_stream else None)
         app = LanguageApp(texts, self._access, self._limits)
-        headers = [
-            (name, value)
-            for name, value in scope["headers"]
-            if name not in (b"authorization", b"x-api-key", b"idempotency-key")
-        ]
+        own = b"authorization", b"x-api-key", b"idempotency-key"
+        scope = {**scope, "headers": [each for each in scope["headers"] if each[0] not in own]}
         session.num_running += 1
-        answering = self._answer(
-            app, {**scope, "headers": headers}, _replay(body, receive if is_stream else None), exchange, session
-        )
+        answering = self._answer(app, scope, _replay(body, receive if is_stream else None), exchange, session)
         if is_stream:
             await answering
             return
@@ -238,27 +228,13 @@ class SessionApp:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _require_token(self, scope: Scope) -> None:
-        if not hmac.compare_digest(_find_key(scope), self._token):
-            raise InferenceError(401, "sessions are opened with the run's token: authorization: Bearer TOKEN")
 
-    def _require_either(self, scope: Scope, session_id: str) -> None:
-        if not hmac.compare_digest(_find_key(scope), self._token):
-            self._require_session_key(scope, session_id)
-
-    def _require_session_key(self, scope: Scope, session_id: str) -> None:
-        given = hashlib.sha256(_find_key(scope)).digest()
-        if not hmac.compare_digest(given, self._service.find_key(session_id)):
-            raise InferenceError(401, "the key is not that of this session")
-
-
-def _find_header(scope: Scope, name: bytes) -> bytes:
-    return next((value for header, value in scope["headers"] if header == name), b"")
-
-
-def _find_key(scope: Scope) -> bytes:
-    given = _find_header(scope, b"authorization") or _find_header(scope, b"x-api-key")
-    return given.removeprefix(b"Bearer ").strip()
+def _require_key(headers: Headers, whose: str, *hashes: bytes) -> None:
+    """Raises InferenceError (401) for a key that has none of these hashes."""
+    given = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+    hashed = hashlib.sha256(given.removeprefix(b"Bearer ").strip()).digest()
+    if not any(hmac.compare_digest(hashed, each) for each in hashes):
+        raise InferenceError(401, f"the key is not {whose}: authorization: Bearer KEY")
 
 
 def _replay(body: bytes, receive: Receive | None) -> Receive:
@@ -276,10 +252,6 @@ def _replay(body: bytes, receive: Receive | None) -> Receive:
     return replay
 
 
-async def _send_json(send: Send, status: int, content: object) -> None:
-    await _reply(send, status, _JSON, msgspec.json.encode(content))
-
-
 async def _reply(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
     head = [each for each in headers if each[0] != b"content-length"]
     await send(
@@ -288,18 +260,14 @@ async def _reply(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]]
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_error(send: Send, error: InferenceError, is_anthropic: bool) -> None:
-    code = error.code if isinstance(error, SessionError) else None
-    described: Json = {
-        "message": error.message,
-        "type": "invalid_request_error",
-        "code": code,
-        "param": error.field or None,
-    }
+async def _send_error(send: Send, error: InferenceError, path: str) -> None:
+    described = {"message": error.message, "type": "invalid_request_error", "code": error.code or None}
+    content: Json = {"error": {**described, "param": error.field or None}}
+    if path.endswith(("/messages", "/messages/count_tokens")):  # Anthropic's
+        content["type"] = "error"
     headers = list(_JSON)
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
     elif error.status not in (503, 504):
         headers.append((b"x-should-retry", b"false"))
-    content = {"type": "error", "error": described} if is_anthropic else {"error": described}
     await _reply(send, error.status, headers, msgspec.json.encode(content))

@@ -40,10 +40,10 @@ class PinnedSampler:
 
     def pin(self, version: int) -> None:
         """Keep the weights of a version: the newest, or one that is pinned. Raises InferenceError (404)."""
-        if (newest := self._get_weights()) is not None and newest.version == version:
-            self._pinned.setdefault(version, newest)
+        if (newest := self._get_weights()) is not None:
+            self._pinned.setdefault(newest.version, newest)
         if version not in self._pinned:
-            there = ", ".join(map(str, sorted({*self._pinned, *([newest.version] if newest else [])}))) or "none yet"
+            there = ", ".join(map(str, sorted(self._pinned)))
             raise InferenceError(404, f"the run has no weights of version {version}; it has {there}", field="version")
 
     def retain(self, versions: Collection[int]) -> None:

@@ -164,14 +164,13 @@ class SessionStore:
 
     def _write_all(self) -> None:
         for writes in self._take_rounds():
+            problem = None
             try:
                 self._execute([statement for write in writes for statement in write.statements])
             except sqlite3.Error as error:
-                for write in writes:
-                    write.loop.call_soon_threadsafe(_fail, write.written, error)
-            else:
-                for write in writes:
-                    write.loop.call_soon_threadsafe(_succeed, write.written)
+                problem = error
+            for write in writes:
+                write.loop.call_soon_threadsafe(_finish, write.written, problem)
 
     def _take_rounds(self) -> Iterator[list[_Write]]:
         while (first := self._writes.get()) is not None:
@@ -188,13 +187,12 @@ class SessionStore:
                 return
 
 
-def _succeed(written: asyncio.Future[None]) -> None:
-    if not written.done():
+def _finish(written: asyncio.Future[None], error: Exception | None) -> None:
+    if written.done():
+        return
+    if error is None:
         written.set_result(None)
-
-
-def _fail(written: asyncio.Future[None], error: Exception) -> None:
-    if not written.done():
+    else:
         written.set_exception(error)
 
 
