@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import msgspec
@@ -27,7 +28,7 @@ from benchmarks.children import OUR_PYTHON, Child, ChildFailed
 from shoal.libs.agents.sessions.store import FILE_NAME
 from shoal.libs.agents.sessions.token_tree import Turn
 
-START_S, WINDOW = 400.0, 256
+START_S, WINDOW = 900.0, 256
 TITLES = {"gateway": "ray::GatewayWorker", "learner": "ray::LearnerWorker", "replica": "ray::ServeReplica"}
 REASONS = {
     *("failed", "expired", "evicted", "group_incomplete", "no_signal", "cancelled", "sampling", "truncated"),
@@ -174,11 +175,12 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def count_steps(books: Books, target: float) -> int | None:
-    """Steps of the learner until the mean reward of the last sessions is the target."""
-    ended = [(step, reward) for _, state, _, _, step, _, reward in books.sessions if state == "ended" and step]
+def follow_reward(books: Books) -> list[tuple[int, float]]:
+    """The steps of the learner, and the mean reward of the last sessions then."""
+    ended = [(step, reward) for *_, step, _, reward in books.sessions if step is not None and reward is not None]
     rewards = [reward for _, reward in ended]
-    for number in range(WINDOW, len(ended)):
-        if sum(rewards[number - WINDOW : number]) / WINDOW >= target:
-            return ended[number - 1][0]
-    return None
+    return [
+        (step, fmean(rewards[number - WINDOW : number]))
+        for number, (step, _) in enumerate(ended, 1)
+        if number >= WINDOW
+    ]

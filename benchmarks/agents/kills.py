@@ -13,6 +13,7 @@ its checkpoint, of which there is one a second.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
@@ -20,20 +21,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agents.killed import Books, KilledRun, Killer, count_steps, find_errors, read_books, read_lines
-from benchmarks.agents.letters import MAX_TOKENS, pretrain
+from benchmarks.agents.killed import Books, KilledRun, Killer, find_errors, follow_reward, read_books, read_lines
+from benchmarks.agents.letters import CLIP, LEARNING_RATE, MAX_TOKENS, pretrain
 from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
 
 START = QUICK_RESULTS / "agents_start"
-TARGET, LEARNING_RATE = 0.4, 1e-3
+TARGET = 0.45
 KILL_S, KILLING_S, TIMEOUT_S, STEPS_BAR = 5.0, 300.0, 900.0, 1.3
 NUM_PLAYERS, NUM_AGENTS, GROUP_S = 4, 16, 45.0
 PARTS, QUIET = ("replica", "gateway", "learner"), "without kills"
 WHAT = "agents elsewhere, parts killed"
 FIELDS = {
     **{"name": "letters", "replicas": 2, "replica.num_cpus": 0.1, "learner.num_cpus": 0.1, "max_tokens": MAX_TOKENS},
-    **{"length": 64, "algorithm.learning_rate": LEARNING_RATE, "algorithm.clip": 0.2, "sessions.group_s": GROUP_S},
+    **{"length": 64, "algorithm.learning_rate": LEARNING_RATE, "algorithm.clip": CLIP, "sessions.group_s": GROUP_S},
     **{"learner.max_restarts": 1000, "learner.checkpoint_every_s": 1.0},
 }
 
@@ -72,8 +73,8 @@ def play(folder: Path, seed: int, target: float, killing_s: float) -> dict[str, 
         run.wait()
         players = Players(run, folder, closing)
         killer = Killer(seed, {"agents": players.find, **{part: partial(run.find, part) for part in PARTS}})
-        began_s, steps = time.monotonic(), None
-        while steps is None or time.monotonic() - began_s < killing_s:
+        began_s, is_reached = time.monotonic(), False
+        while not is_reached or time.monotonic() - began_s < killing_s:
             players.start()
             time.sleep(KILL_S)
             run.require_running()
@@ -81,18 +82,20 @@ def play(folder: Path, seed: int, target: float, killing_s: float) -> dict[str, 
             books = read_books(run.folder)
             found, num_read = find_errors(books), num_read + 1
             errors += found
-            steps = count_steps(books, target)
-            now_s, last = time.monotonic() - began_s, max(books.steps, default=0)
-            print(
-                f"{now_s:.0f} s: step {last}, {len(books.sessions)} sessions, killed: {part or '-'}", *found, flush=True
-            )
+            curve = follow_reward(books) or [(0, 0.0)]
+            is_reached = max(reward for _, reward in curve) >= target
+            updates = int(re.findall(r"step (\d+)", "\n".join(["step 0", *run.child.output]))[-1])
+            now_s, (last, reward) = time.monotonic() - began_s, curve[-1]
+            said = f"{now_s:.0f} s: step {last}, {updates} updates, reward {reward:.3f}, killed: {part or '-'}"
+            print(said, *found, flush=True)
             if now_s > TIMEOUT_S:
                 break
         logs = sorted(folder.glob("answers-*"))
     books = read_books(run.folder)
     return {
-        "steps": steps or max(books.steps),
-        "is_reached": steps is not None,
+        "steps": next((step for step, reward in curve if reward >= target), curve[-1][0]),
+        "is_reached": is_reached,
+        "updates": updates,
         "seconds": time.monotonic() - began_s,
         "kills": killer.num,
         "num_read": num_read + 1,
@@ -130,22 +133,23 @@ def make_rows(killed: list[dict[str, Any]], quiet: list[dict[str, Any]], target:
             f"{WHAT}: {title}", "", "lower", [each[key] for each in killed], bar=0, bar_kind="value", note=note
         )
 
-    tokens, kills = (sum((each[key] for each in killed), Counter[str]()) for key in ("tokens", "kills"))
+    tokens, kills = (sum((Counter(each[key]) for each in killed), Counter[str]()) for key in ("tokens", "kills"))
     fates, dead = (", ".join(f"{name} {num:,}" for name, num in each.items()) for each in (tokens, kills))
     is_reached = all(each["is_reached"] for each in (*killed, *quiet))
     note = f"kills: {dead}" + ("" if is_reached else "; not all runs came to it: theirs are the steps until they ended")
-    shares = (
+    note += f"; of the learner's updates {killed[0]['updates']} were there at the end, others were undone"
+    shares, undisturbed = (
         [100 * each["tokens"]["learned"] / each["tokens"]["sampled"] for each in side] for side in (killed, quiet)
     )
-    steps = ([each["steps"] for each in side] for side in (killed, quiet))
+    steps, fewest = ([each["steps"] for each in side] for side in (killed, quiet))
     title = f"{WHAT}: steps until a mean reward of {target:g}"
     return [
         count("differences in the accounts", "num_errors", f"{total('num_read')} moments; tokens: {fates}"),
         count("answers recorded twice", "num_twice"),
         count("answers that agents were given, and that are not recorded so", "num_lost", total("num_given")),
         count("repeated requests with another answer", "num_others", total("num_again")),
-        compare(title, "steps", "lower", *steps, QUIET, STEPS_BAR, "ratio", note),
-        compare(f"{WHAT}: sampled tokens that were learnt", "%", "higher", *shares, QUIET),
+        compare(title, "steps", "lower", steps, fewest, QUIET, STEPS_BAR, "ratio", note),
+        compare(f"{WHAT}: sampled tokens that were learnt", "%", "higher", shares, undisturbed, QUIET),
     ]
 
 
