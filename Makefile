@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
-PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console trl)
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console trl agents)
 PROTOCOL := platform/shoal/libs/grpc
 
 # That of .venv, so that all environments have the same; else the newest that runs and can make one.
@@ -140,12 +140,13 @@ proto: $(DEV)  ## Compile the protocol's messages from inference.proto
 
 # An environment of peers: .venv-NAME has what benchmarks/NAME.txt names.
 PEER_TORCH = torch==2.13.0
-.venv-dynet/.ready .venv-recommender/.ready .venv-deepriver/.ready .venv-console/.ready: PEER_TORCH =
+.venv-dynet/.ready .venv-recommender/.ready .venv-deepriver/.ready .venv-console/.ready .venv-agents/.ready: PEER_TORCH =
 .venv-%/.ready: benchmarks/%.txt
 	$(call environment,.venv-$*)
 	@echo "installing $* into .venv-$* ..."
 	@.venv-$*/bin/python $(PIP_INSTALL) --quiet pip $(PEER_TORCH)
 	@.venv-$*/bin/python $(PIP_INSTALL) --quiet -r benchmarks/$*.txt
+	@test $* != agents || npm install --silent --no-audit --no-fund --prefix .venv-$* openai@6.49.0
 	@touch $@
 
 bench: export PYTHONDONTWRITEBYTECODE =

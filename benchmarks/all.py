@@ -44,7 +44,8 @@ NAMES = (
     ),
     *("lightning_modules", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),
-    *("agents.gradient", "agents.logprobs", "agents.gateway", "agents.learning", "agents.asynchronous"),
+    *("agents.gradient", "agents.logprobs", "agents.gateway", "agents.learning", "agents.asynchronous", "agents.kills"),
+    *("agents.frameworks",),
     *(
         "failing_starts",
         "sync_bytes",

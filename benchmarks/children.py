@@ -38,6 +38,7 @@ SOM = ROOT / ".venv-som"
 GODOT = ROOT / ".venv-godot"
 FILMS = ROOT / ".venv-films"
 TRL = ROOT / ".venv-trl"
+AGENTS = ROOT / ".venv-agents"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")
@@ -46,6 +47,7 @@ SBX_PYTHON = str(SBX / "bin" / "python")
 DEEPRIVER_PYTHON = str(DEEPRIVER / "bin" / "python")
 SOM_PYTHON = str(SOM / "bin" / "python")
 TRL_PYTHON = str(TRL / "bin" / "python")
+AGENTS_PYTHON = str(AGENTS / "bin" / "python")
 
 
 class ChildFailed(Exception):

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from benchmarks.children import DEEPRIVER, DYNET, GODOT, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL, TRL
+from benchmarks.children import AGENTS, DEEPRIVER, DYNET, GODOT, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL, TRL
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not committed
@@ -181,6 +181,7 @@ def versions() -> dict[str, str]:
         (SOM, ("fastersom", "minisom", "river")),
         (GODOT, ("godot_rl", "stable_baselines3")),
         (TRL, ("trl", "transformers")),
+        (AGENTS, ("openai_agents", "langgraph", "langchain_openai", "smolagents", "openai", "anthropic")),
     )
     for folder, names in ((PEERS, PEER_PACKAGES), *alone):
         site = [str(path) for path in folder.glob("lib/python*/site-packages")]

@@ -1,7 +1,7 @@
 """What three gateways send to vLLM and read of its answers, sent to `tiny_served` and read of its by a stock client.
 
 Written from a reading of rLLM's model gateway, of verifiers' client for chats and of Agent Lightning's proxy, as they
-were in the summer of 2026: the packages themselves are not run. Run by an environment that has `openai`:
+were in the summer of 2026: the packages themselves are not run here. Run by an environment that has `openai`:
 
 .venv-clients/bin/python tests/libs/language/gateways_of_others.py PORT
 """

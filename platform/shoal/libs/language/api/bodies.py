@@ -146,6 +146,8 @@ def read_fields(raw: bytes, kind: type[T]) -> T:
         body = msgspec.json.decode(raw)
         if not isinstance(body, dict):
             raise InferenceError(400, "the body is not a JSON object")
+        if isinstance(body.get("extra_body"), dict):  # the stock client's argument, which gateways of others send on
+            body = body.pop("extra_body") | body
         fields = {name: value for name, value in body.items() if value is not None}
         for name in fields.keys() - set(kind.__struct_fields__):  # type: ignore[attr-defined]
             _check_unknown(name, fields.pop(name), kind)
