@@ -58,7 +58,7 @@ async def play_within(front: Any, folder: Path, num_groups: int, group_size: int
     from shoal.libs.language.engine import Sampling, TextRequest
     from shoal.libs.language.text_model import TextCall
 
-    service, call = front._service, TextCall(Caller(""))
+    service, call = front._service, TextCall(Caller(""), is_stream=False)
     while not (folder / GO).exists():
         await asyncio.sleep(POLL_S)
     seeds = itertools.count(seed * 1_000_000)

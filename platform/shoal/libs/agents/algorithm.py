@@ -272,18 +272,20 @@ def arrange_segments(lengths: np.ndarray, is_chosen: np.ndarray, limit: int, is_
     `limit` tokens, padding included, or one segment; those of similar lengths stand together.
     """
     parts: list[list[list[int]]] = []
-    width = 0
-    for index in np.argsort(-lengths, kind="stable"):
+    width, room = 0, list[int]()  # room: of each row of the last micro-batch
+    for index in np.argsort(-lengths, kind="stable").tolist():
         if not is_chosen[index]:
             continue
-        rows = parts[-1] if parts and is_packed else []
-        if fitting := [row for row in rows if lengths[row].sum() + lengths[index] <= width]:
-            fitting[0].append(index)
-            continue
-        if not parts or (len(parts[-1]) + 1) * width > limit:
-            parts.append([])
-            width = int(lengths[index])
-        parts[-1].append([index])
+        length = int(lengths[index])
+        row = next((row for row, left in enumerate(room) if is_packed and length <= left), len(room))
+        if row == len(room):
+            if not parts or (row + 1) * width > limit:
+                parts.append([])
+                width, row, room = length, 0, []
+            parts[-1].append([])
+            room.append(width)
+        parts[-1][row].append(index)
+        room[row] -= length
     return parts
 
 

@@ -20,6 +20,7 @@ class TextCall:
     sticky, track: as `InferCall` has them
     resume:        an idempotency key, "" for none
     last_version:      the version that wrote the last of the tokens that are given; it continues them where it can
+    is_stream:     its events are wanted one by one; otherwise several may come together
     """
 
     caller: Caller
@@ -28,6 +29,7 @@ class TextCall:
     track: str = ""
     resume: str = ""
     last_version: int | None = None
+    is_stream: bool = True
 
 
 class TextModel(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from shoal.errors import ConfigError, InferenceError, needs_extra, summarize_error
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 PROMPT: Json = {"add_generation_prompt": True}
 # Letters and digits: templates trim and escape contents. A client cannot know it.
 _MARKER = f"answer{secrets.token_hex(16)}"
+_NUM_ENCODED = 64  # prompts that are remembered: those of the groups that begin
 _TOOLS = re.compile(r"\btools\b")
 
 
@@ -49,10 +51,10 @@ def render(
     return text
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a rendered text, which has its special tokens."""
-    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return tokens
+@lru_cache(_NUM_ENCODED)
+def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The tokens of a rendered text, which has its special tokens. The sessions of a group have the same prompt."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def render_behind(tokenizer: Any, messages: Sequence[Json], number: int, *options: Any) -> str:

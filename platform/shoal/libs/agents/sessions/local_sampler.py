@@ -17,6 +17,7 @@ from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.text_model import TextCall
 from shoal.weights import WeightSnapshot, decode_tensors
 
+BATCH = 16  # events: a session that is over meanwhile is seen by them
 IDLE_S = 0.2  # between two looks for newer weights, without work
 
 
@@ -41,6 +42,7 @@ class LocalSampler:
         self._get_weights = get_weights
         self._torch_threads = torch_threads
         self._events: dict[int, asyncio.Queue[TokenEvent | Exception]] = {}  # used on the event loop alone
+        self._batched = dict[int, list[TokenEvent]]()  # by request: events that nobody waits for one by one
         self._loop: asyncio.AbstractEventLoop | None = None  # of its requests
         self._lock = threading.Lock()  # no request comes after the end
         self._has_work = threading.Event()
@@ -64,6 +66,8 @@ class LocalSampler:
             except ConfigError as error:
                 raise InferenceError(400, str(error), field=error.field) from None
             self._events[number] = events
+            if not call.is_stream:
+                self._batched[number] = []
         self._has_work.set()
         try:
             while running:
@@ -74,6 +78,7 @@ class LocalSampler:
                 yield event
         finally:
             del self._events[number]
+            self._batched.pop(number, None)
             if running:
                 self._engine.cancel(number)
                 self._has_work.set()
@@ -105,7 +110,8 @@ class LocalSampler:
                     self._has_work.wait(IDLE_S)
                     self._has_work.clear()
                     continue
-                if (events := self._engine.step()) and self._loop is not None:
+                events = [due for event in self._engine.step() for due in self._batch(event)]
+                if events and self._loop is not None:
                     self._loop.call_soon_threadsafe(self._deliver, events)  # a wake-up for all of a step
         except Exception as failure:
             error = InferenceError(500, f"the sampler has failed: {failure}")
@@ -115,6 +121,17 @@ class LocalSampler:
                 self._is_closed = True
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _batch(self, event: TokenEvent) -> Sequence[TokenEvent]:
+        """The events that are due: of an answer that is wanted whole, some together."""
+        if (batch := self._batched.get(event.request)) is None:
+            return [event]
+        batch.append(event)
+        if event.finish is None and len(batch) < BATCH:
+            return ()
+        due = batch[:]
+        batch.clear()
+        return due
 
     def _deliver(self, events: Sequence[TokenEvent]) -> None:
         for event in events:

@@ -149,12 +149,12 @@ class TokenTree:
             if not behind:  # the template does not show the answer
                 continue
             added = encode(self.tokenizer, behind)
-            if parent.tokens[-1:].tolist() == added[:1]:
-                del added[0]
+            if tuple(parent.tokens[-1:]) == added[:1]:
+                added = added[1:]
             tokens = np.concatenate([each for turn in self._list_path(parent) for each in (turn.prompt, turn.tokens)])
             return Plan((*tokens.tolist(), *added), parent, len(tokens), False, keys[-1])
         prompt = encode(self.tokenizer, render(self.tokenizer, messages, *options))
-        return Plan(tuple(prompt), None, 0, bool(self.turns), keys[-1])
+        return Plan(prompt, None, 0, bool(self.turns), keys[-1])
 
     def add(
         self,
@@ -245,9 +245,10 @@ def read_key(message: Json) -> str:
 
     Clients drop ids and fields that they do not know, and write JSON again: objects in another order, 1.0 as 1.
     """
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    calls = json.dumps([(each["name"], each["arguments"]) for each in functions])
-    read = json.loads(calls, parse_float=lambda text: int(number) if (number := float(text)).is_integer() else number)
+    read: list[Any] = []
+    if functions := [call["function"] for call in message.get("tool_calls", ())]:
+        calls = json.dumps([(each["name"], each["arguments"]) for each in functions])
+        read = json.loads(calls, parse_float=lambda text: int(found) if (found := float(text)).is_integer() else found)
     return json.dumps([message["role"], message["content"].strip(), read], sort_keys=True)
 
 

@@ -153,7 +153,7 @@ class LanguageApp:
     async def _generate(self, api: Api, job: Job, call: TextCall, reply: _Reply) -> None:
         num_input = sum(len(each.prompt) + len(each.given) for each in job.requests)
         read, written = self._access.admit_tokens(call.caller, num_input)
-        async with aclosing(merge_events(job, call)) as events:
+        async with aclosing(merge_events(job, replace(call, is_stream=job.body.stream))) as events:
             try:
                 answers = await begin(job, events, call.resume, written.add)
             except asyncio.CancelledError:  # its client has left: so much may have been computed

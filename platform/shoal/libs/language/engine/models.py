@@ -30,7 +30,9 @@ _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens t
 class CausalModel:
     """A network, [T] tokens to logits. `context`: positions that it knows; None: any number. `head`: its last layer,
     which computes wanted tokens alone. `heads`: those of attention, which no tensor's shape shows. `token_bytes`: what
-    `verify` has seen a token take in a cache."""
+    `verify` has seen a token take in a cache.
+
+    Versions whose tensors were given share one network, which has those of the version that has computed last."""
 
     token_bytes = 0
 
@@ -41,6 +43,10 @@ class CausalModel:
         self.module = module.eval().requires_grad_(False)
         self.num_tokens = num_tokens
         self.context = context
+        places = _find_places(self.module)
+        self._places, self._names = [*places.values()], [*places]
+        self._tensors = [layer[key] for layer, key in self._places]
+        self._loaded = [self]  # of the versions that share the network
         self.device = next(module.parameters()).device
         self._is_large = self.device.type == "cpu" and sum(each.numel() for each in module.parameters()) > _LARGE
 
@@ -51,6 +57,13 @@ class CausalModel:
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         """Logits float32 [len(wanted), num_tokens] of those tokens of the work; fills its cells."""
+        if self._loaded[0] is not self:
+            for (layer, key), tensor in zip(self._places, self._tensors, strict=True):
+                layer[key] = tensor
+            self._loaded[0] = self
+        return self._compute(work, wanted)
+
+    def _compute(self, work: Work, wanted: Tensor) -> Tensor:
         raise NotImplementedError
 
     def compute_plain(self, ids: Tensor) -> Tensor:
@@ -63,8 +76,7 @@ class CausalModel:
         A network is taken as it is where its tensors have this one's types, else its tensors are. A mapping may leave
         tensors out, which both then share. Raises ConfigError where names or shapes differ.
         """
-        old: dict[str, Tensor] = {**dict(self.module.named_parameters(remove_duplicate=False))}
-        old |= dict(self.module.named_buffers())
+        old = dict(zip(self._names, self._tensors, strict=True))
         if isinstance(weights, nn.Module):
             new: dict[str, Tensor] = {**dict(weights.named_parameters(remove_duplicate=False))}
             if missing := next((name for name, _ in self.module.named_parameters() if name not in new), None):
@@ -84,12 +96,10 @@ class CausalModel:
             if taken.heads != self.heads:
                 raise ConfigError("weights", taken.heads, f"are its heads, not {self.heads}: another network")
             return taken
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in old.values()}
-        for name, tensor in new.items():
-            moved = tensor.detach().to(old[name].device, old[name].dtype)
-            is_parameter = isinstance(old[name], nn.Parameter)
-            memo[id(old[name])] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
-        return type(self)(copy.deepcopy(self.module, memo))  # type: ignore[call-arg]
+        moved = {id(old[name]): each.detach().to(old[name].device, old[name].dtype) for name, each in new.items()}
+        version = copy.copy(self)
+        version._tensors = [moved.get(id(each), each) for each in self._tensors]  # a tensor may have several places
+        return version
 
     def verify(self) -> None:
         """Compare chunks and rows over cells with the network's own forward. Raises ConfigError."""
@@ -122,7 +132,7 @@ class DecoderModel(CausalModel):
         heads = [each.attention.head_size for each in self._blocks]
         super().__init__(module, self._head.output, self._head.output.out_features, context, heads)
 
-    def compute(self, work: Work, wanted: Tensor) -> Tensor:
+    def _compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
         x = self._embedding.token(work.ids)  # [T, D]
         if self._position is not None:
@@ -169,7 +179,7 @@ class TransformersModel(CausalModel):
         super().__init__(module, head, text.vocab_size, getattr(text, "max_position_embeddings", None), heads)
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # four dimensions: taken as it is
 
-    def compute(self, work: Work, wanted: Tensor) -> Tensor:
+    def _compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
         try:
             output = self.module(
@@ -201,6 +211,17 @@ def open_model(module: nn.Module) -> CausalModel:
     with torch.inference_mode():
         model.verify()
     return model
+
+
+def _find_places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where a network's layers have its parameters and buffers, by name: a layer's own, and the key there."""
+    return {
+        ".".join(filter(None, (prefix, key))): (own, key)
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        for own in (layer._parameters, layer._buffers)
+        for key, tensor in own.items()
+        if tensor is not None
+    }
 
 
 def _register_attention() -> None:

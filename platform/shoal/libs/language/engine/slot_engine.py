@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import secrets
+import random
 import threading
 import time
 from collections import Counter
@@ -99,6 +99,7 @@ class SlotEngine:
         self._queue: list[AnswerState] = []  # a heap: by priority, then by arrival
         self._running: list[AnswerState] = []
         self._totals, self._numbers = Counter[str](), itertools.count(1)
+        self._random = random.Random()  # the system's numbers would cost a call, in which threads change
         self.last_step = 0, 0.0, 0  # its tokens, seconds and models, which are two while answers go over to another
         self._lock = threading.Lock()  # of what other threads leave for the next step:
         self._submitted: list[AnswerState] = []
@@ -233,7 +234,7 @@ class SlotEngine:
 
     def _make_answers(self, request: TextRequest, max_tokens: int) -> list[AnswerState]:
         now_s = time.monotonic()
-        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
+        seed = request.sampling.seed if request.sampling.seed is not None else self._random.getrandbits(63)
         stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
         matcher = self._get_grammars().start(*request.grammar) if request.grammar is not None else None
         seen = frozenset(request.prompt) if request.sampling.repetition_penalty != 1.0 else frozenset[int]()

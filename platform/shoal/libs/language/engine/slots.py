@@ -138,12 +138,15 @@ class SlotTable:
     def _find_prefix(self, answer: AnswerState, weights: Weights) -> tuple[int, int]:
         """The most cells that a slot holds, or will hold, for this answer, and the slot; (0, 0) for too few."""
         best = (0, 0)
+        first = answer.known[:MIN_SHARED]
         for number, slot in enumerate(self._slots):
             if slot.weights is not weights or slot.owner is answer:
                 continue
             # What an owner computes itself is a promise; one that waits, perhaps for this answer, promises nothing.
             owner = slot.owner if slot.owner is not None and slot.owner.source is None else None
             known = slot.tokens if owner is None else owner.known
+            if known[:MIN_SHARED] != first:
+                continue
             if self._deterministic:  # cells of full chunks alone: their bits are those of computing them here
                 most = slot.num_aligned
                 if owner is not None:
