@@ -36,8 +36,8 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     """What GRPO, RLOO and REINFORCE++ have in common: a language model, a step of AdamW for each batch, one loss.
 
     pretrained:      the model: a folder, a GGUF file, `org/name` in the hub's cache, or NAME@VERSION of the registry
-    lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained alone, and published merged into the
-                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
+    lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained, and are all of a version. Their
+                     dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
     learning_rate:   of AdamW, constant. 1e-6 is for all weights of a pretrained model; adapters take 1e-5 to 1e-4
     weight_decay:    of AdamW
     max_grad_norm:   of the loss's gradient
@@ -47,8 +47,8 @@ class PolicyGradientTextConfig(AlgorithmConfig):
                      the direction of its advantage; clip=null: no bounds
     rho_bar:         the most that a token counts, by π / μ, which tokens of older weights may have far from 1
     kl_cost:         weight of the divergence from the reference, for a nat and token; 0: there is no reference
-    reference:       NAME@VERSION of the registry; "": the weights that the run has begun with. A resumed run needs the
-                     same ones
+    reference:       NAME@VERSION of the registry; "": the weights that the run has begun with, which are those without
+                     adapters. A resumed run needs the same ones
     minibatch_tokens: tokens that are computed together, padding included: whole segments, at least one; the gradient of
                      a batch is their sum
     group_size:      answers to a prompt, which are compared

@@ -51,6 +51,7 @@ def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> Gat
         spec.length,
         endpoint=spec.model_name if spec.replicas else "",
         advertise=sessions.advertise.rstrip("/"),
+        lora=algorithm.lora,
     )
     rl_spec = spec.make_rl_spec()
     experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)

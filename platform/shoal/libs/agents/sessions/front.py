@@ -11,9 +11,9 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class AgentsFrontSetting:
     """What the front of a run is opened with, in the gateway's process.
 
     pretrained: the folder of the model and its tokenizer
+    lora:       of its adapters, which are all that versions have; {}: versions are whole
     advertise:  the URL by which agents reach it; "": its own
     endpoint:   the name of the model at the endpoint that samples; "": this process does
     folder:     of the run's files
@@ -58,6 +59,7 @@ class AgentsFrontSetting:
     torch_threads: int = 1
     endpoint: str = ""
     advertise: str = ""
+    lora: Mapping[str, Any] = field(default_factory=dict)
 
     def open(
         self,
@@ -86,7 +88,7 @@ class AgentsFront:
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
-        model = open_pretrained(setting.pretrained)
+        model = open_pretrained(setting.pretrained, setting.lora)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: LocalSampler | EndpointSampler
         if setting.endpoint:
