@@ -82,3 +82,23 @@ def test_a_version_of_adapters_is_these_alone(model: Path, tmp_path: Path) -> No
     torch.testing.assert_close(answered, expected, atol=1e-5, rtol=0)
     assert version.manifest.lineage["base"].endswith("-base@1")
     assert register(described, "sorted", snapshot).manifest.lineage == version.manifest.lineage
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "modules": ["q_proj"]}])
+def test_versions_in_bf16_are_sampled_with_and_registered_as_such(
+    lora: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    fields = make_fields(weights="bf16", lora=lora)
+    spec = make_spec(model, max_version_lag=0, **fields)
+    with open_run(spec, tmp_path / "run") as loop:
+        differences = learn(loop, STEPS)
+        snapshot = loop.learner.pause()
+        own = loop.learner.model.state_dict()
+    assert all(0 < each < 0.05 for each in differences), "the trainer computes in float32"
+    published = read_tensors(snapshot)
+    assert published.keys() == own.keys()
+    assert all(torch.equal(each, own[name].bfloat16()) for name, each in published.items())
+    version = register(describe(spec.text_algorithm), "rounded", snapshot)
+    network = load(version.ref).model
+    assert {each.dtype for each in network.state_dict().values()} == {torch.bfloat16}
+    assert network(torch.arange(6)[None], torch.ones(1, 6)).isfinite().all()

@@ -77,6 +77,17 @@ class TokenMoments(NamedTuple):
     largest: Tensor
 
 
+class RoundingNormalizer(Normalizer):
+    """Publishes weights in bf16, to the nearest of its numbers."""
+
+    def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        rounded = {}
+        for name, each in arrays.items():
+            is_float = each.dtype.kind == "f"
+            rounded[name] = torch.from_numpy(each).bfloat16().view(torch.int16).numpy().view("V2") if is_float else each
+        return rounded
+
+
 class TextPolicyGradient(Algorithm):
     """One step of AdamW for each batch. The network is in evaluation mode: dropout would be another policy's."""
 
@@ -92,7 +103,8 @@ class TextPolicyGradient(Algorithm):
         if not config.lora:
             load_initial_weights(self.model, task.initial_weights())
         self.model.to(self.device)
-        self.normalizer = Normalizer(spec, experience)
+        kind = RoundingNormalizer if config.weights == "bf16" else Normalizer
+        self.normalizer = kind(spec, experience)
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True

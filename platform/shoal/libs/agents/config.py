@@ -42,6 +42,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     weight_decay:    of AdamW
     max_grad_norm:   of the loss's gradient
     precision:       of the computation, by autocast; weights, moments and gradients stay in fp32
+    weights:         of the versions that are published, as they travel and as samplers compute: fp32 or bf16
     temperature:     the logits are divided by it, here as by the sampler
     clip, clip_high: a token teaches nothing more once π / μ is below 1 - clip or above 1 + clip_high (default: clip) in
                      the direction of its advantage; clip=null: no bounds
@@ -61,6 +62,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     precision: Literal["fp32", "bf16"] = "fp32"
+    weights: Literal["fp32", "bf16"] = "fp32"
     temperature: float = Field(default=1.0, gt=0)
     clip: float | None = Field(default=0.2, gt=0)
     clip_high: float | None = Field(default=None, gt=0)
@@ -87,6 +89,12 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     def baseline(self) -> Baseline:
         """What the gateway compares the rewards of a group with."""
         raise NotImplementedError
+
+    @property
+    def task_args(self) -> dict[str, Any]:
+        """Of the Task that builds the network of a version."""
+        dtype = "float32" if self.weights == "fp32" else "bfloat16"
+        return {"model": self.pretrained, "lora": self.lora or None, "dtype": dtype}
 
 
 class GRPOConfig(PolicyGradientTextConfig):

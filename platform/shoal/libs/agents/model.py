@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,42 +19,46 @@ CAUSAL_LM = "shoal.libs.hf.tasks:CausalLM"
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """module: a causal network of transformers, with fresh weights or with those of the base and fresh adapters
-    stop_tokens: those that end an answer
-    """
+    """config: that of transformers; stop_tokens: those that end an answer"""
 
-    module: torch.nn.Module
+    algorithm: PolicyGradientTextConfig
+    config: Any
     tokenizer: Any
     stop_tokens: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         """Of the vocabulary, as the network has it."""
-        return int(self.module.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def context(self) -> int:
         """Tokens of a prompt and its answer."""
-        return int(self.module.config.get_text_config().max_position_embeddings)  # type: ignore[operator, union-attr]
+        return int(self.config.get_text_config().max_position_embeddings)
+
+    def make_module(self) -> torch.nn.Module:
+        """A causal network of transformers, with fresh weights; of adapters, with those of their base."""
+        from shoal.libs.language.served.prepared import share_module
+
+        module = share_module(make_task(CAUSAL_LM, self.algorithm.task_args).model())
+        assert module is not None
+        return module
 
 
-def open_pretrained(pretrained: str, lora: Mapping[str, Any] | None = None) -> PretrainedModel:
-    """The model of a folder or a version, in float32. Raises ConfigError, RegistryError."""
+def open_pretrained(algorithm: PolicyGradientTextConfig) -> PretrainedModel:
+    """The model with which a run begins. Raises ConfigError, RegistryError."""
     with needs_extra("language"):
         from shoal.libs.hf.source import load_tokenizer, make_config, read_config, read_json
         from shoal.libs.hf.transfer import find_model_folder
-        from shoal.libs.language.served.prepared import share_module
-    folder = find_model_folder(pretrained)
+    folder = find_model_folder(algorithm.pretrained)
     config = make_config(read_config(folder))
-    module = share_module(make_task(CAUSAL_LM, {"model": str(folder), "lora": lora or None}).model())
-    assert module is not None
     tokenizer = load_tokenizer(folder)
     generation = Path(folder, "generation_config.json")
     given = read_json("model", generation).get("eos_token_id") if generation.is_file() else None
     stops: set[int] = set()
     for each in (given, config.eos_token_id, tokenizer.eos_token_id):
         stops.update([each] if isinstance(each, int) else each or ())
-    return PretrainedModel(module, tokenizer, tuple(sorted(stops)))
+    return PretrainedModel(algorithm, config, tokenizer, tuple(sorted(stops)))
 
 
 class ModelDescription(NamedTuple):
@@ -68,7 +71,7 @@ class ModelDescription(NamedTuple):
 
 def describe(config: PolicyGradientTextConfig) -> ModelDescription:
     """The model as endpoints and the registry have it; of adapters, the base is registered, if it is not yet."""
-    task = make_task(CAUSAL_LM, {"model": config.pretrained, "lora": config.lora or None})
+    task = make_task(CAUSAL_LM, config.task_args)
     registration, signature = task.registration(), task.signature()
     assert registration is not None
     assert signature is not None

@@ -11,9 +11,9 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import uvicorn
 
 from shoal.errors import InferenceError
 from shoal.extend.rl import GatewayState, StoreSegment
+from shoal.libs.agents.config import PolicyGradientTextConfig
 from shoal.libs.agents.model import open_pretrained
 from shoal.libs.agents.sessions.app import SessionApp
 from shoal.libs.agents.sessions.endpoint_sampler import EndpointSampler
@@ -41,14 +42,13 @@ PORT, ENDPOINT = "agents_port", "agents_endpoint"  # facts of the ledger, which 
 class AgentsFrontSetting:
     """What the front of a run is opened with, in the gateway's process.
 
-    pretrained: the folder of the model and its tokenizer
-    lora:       of its adapters, which are all that versions have; {}: versions are whole
+    algorithm:  of the run: its model, and what versions have of it
     advertise:  the URL by which agents reach it; "": its own
     endpoint:   the name of the model at the endpoint that samples; "": this process does
     folder:     of the run's files
     """
 
-    pretrained: str
+    algorithm: PolicyGradientTextConfig
     folder: Path
     token: str
     rules: SessionRules
@@ -59,7 +59,6 @@ class AgentsFrontSetting:
     torch_threads: int = 1
     endpoint: str = ""
     advertise: str = ""
-    lora: Mapping[str, Any] = field(default_factory=dict)
 
     def open(
         self,
@@ -88,7 +87,7 @@ class AgentsFront:
         self._steps: deque[Step] = deque()  # from the event loop to the gateway's thread
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
-        model = open_pretrained(setting.pretrained, setting.lora)
+        model = open_pretrained(setting.algorithm)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: LocalSampler | EndpointSampler
         if setting.endpoint:
@@ -96,7 +95,7 @@ class AgentsFront:
             self._sampler = EndpointSampler(self._find_endpoint, setting.endpoint, setting.token, context)
         else:
             self._sampler = LocalSampler(
-                model.module,
+                model.make_module(),
                 model.tokenizer,
                 model.stop_tokens,
                 lambda: state.weights,
