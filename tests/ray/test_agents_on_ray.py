@@ -1,4 +1,4 @@
-"""A run of agents on a cluster: a replica samples, its gateway is killed, and all of its tokens are accounted for."""
+"""A run of agents on a cluster, with adapters in bf16: a replica samples, its gateway is killed, no token is lost."""
 
 import os
 import signal
@@ -33,6 +33,7 @@ def test_a_killed_gateway_comes_back_and_its_driver_goes_on(cluster: EmbeddedClu
     environment.write_text(TASKS)
     model = save_model(tmp_path / "model", make_tokenizer())
     algorithm = {"name": "grpo", "learning_rate": 1e-4, "group_size": 4, "groups_per_step": 2}
+    algorithm |= {"lora": {"rank": 2, "modules": ["q_proj"]}, "weights": "bf16"}
     spec = AgentsSpec.parse(
         {
             "model": str(model),
@@ -63,7 +64,9 @@ def test_a_killed_gateway_comes_back_and_its_driver_goes_on(cluster: EmbeddedClu
     counts = read_counts(run.folder)
     sampled = counts.pop("sampled")
     assert sampled >= sum(counts.values()) > 0
-    assert Registry().get("lengths").manifest.files
+    version = Registry().get("lengths")
+    assert version.manifest.files
+    assert version.manifest.lineage["base"] == "model-base@1"
 
 
 def find_run() -> Run | None:

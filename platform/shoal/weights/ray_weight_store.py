@@ -8,8 +8,9 @@ rules of publishing are in `publisher`, those of storing in `store`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,10 +18,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from shoal.errors import ConnectionLost
+from shoal.errors import ConnectionLost, WeightsError
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_until_answered
+from shoal.weights.deltas import FULL_EVERY, RecentDeltas, WeightDelta, follow_deltas
 from shoal.weights.publisher import WeightPublisher
 from shoal.weights.store import WeightSnapshot, WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
@@ -29,12 +33,30 @@ class WeightStoreWorker:
 
     def __init__(self) -> None:
         self._store, self._changed = WeightStore(), asyncio.Event()
+        self._deltas = RecentDeltas()
 
     async def publish(self, snapshot: WeightSnapshot) -> bool:
         newer = self._store.publish(snapshot)
         if newer:
+            self._deltas.clear()
             self._notify()
         return newer
+
+    async def publish_delta(self, delta: WeightDelta) -> bool:
+        """False where it is none to the newest version: then all of the weights are to be published."""
+        try:
+            snapshot = await asyncio.to_thread(self._apply, delta)
+        except WeightsError:
+            return False
+        if self._store.publish(snapshot):
+            self._deltas.add(delta, snapshot)
+            self._notify()
+        return True
+
+    def _apply(self, delta: WeightDelta) -> WeightSnapshot:
+        if (newest := self._store.latest()) is None:
+            raise WeightsError("there are no weights that could have changed")
+        return delta.apply(newest)
 
     async def hold(self, snapshot: WeightSnapshot | None) -> None:
         self._store.hold(snapshot)
@@ -43,14 +65,17 @@ class WeightStoreWorker:
     async def version(self) -> int:
         return self._store.version
 
-    async def wait_newer(self, than: int, timeout_s: float, follows_hold: bool = False) -> WeightSnapshot | None:
+    async def wait_newer(
+        self, than: int, timeout_s: float, follows_hold: bool = False, held: str = ""
+    ) -> Sequence[WeightDelta] | WeightSnapshot | None:
+        """held: SHA-256 of a payload that the caller has"""
         try:
             async with asyncio.timeout(timeout_s):
                 while (snapshot := self._store.wait_newer(than, 0.0, follows_hold)) is None:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return snapshot
+        return self._deltas.find(held, snapshot)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -76,6 +101,7 @@ class RayWeightSource:
 
     def __init__(self, store: ActorHandle, follows_hold: bool = False) -> None:
         self._store, self._follows_hold = store, follows_hold
+        self._held: WeightSnapshot | None = None  # the last one, to which changes apply
 
     def latest(self) -> WeightSnapshot | None:
         return self.wait_newer(0, 0.0)
@@ -84,26 +110,45 @@ class RayWeightSource:
         limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
         self.is_reachable = True
         try:
-            asked = self._store.wait_newer.remote(than, timeout_s, self._follows_hold)
-            snapshot: WeightSnapshot | None = ray.get(asked, timeout=limit_s)
+            held = self._held.sha256 if self._held is not None else ""
+            found = ray.get(self._store.wait_newer.remote(than, timeout_s, self._follows_hold, held), timeout=limit_s)
         except AWAY:
             self.is_reachable = False
             time.sleep(pause_s)  # a dead store answers at once, and the caller must not spin
             return None
-        return snapshot
+        if found is None:
+            return None
+        try:
+            self._held = follow_deltas(self._held, found)
+        except WeightsError as error:
+            logger.warning("the weights are fetched as a whole: %s", error)
+            self._held = None
+            return self.wait_newer(than, timeout_s)
+        return self._held
 
 
 class RayWeightPublisher(WeightPublisher):
     """Feeds the store behind a handle from a thread; `publish` never waits.
 
     Small weights travel inside the call (a tenth of the cost of an object in Ray's store), large ones beside it: Ray
-    decides.
+    decides. Of bf16 weights what has changed since the version before is sent, if the store has that; all of them every
+    FULL_EVERY versions.
     """
 
     def __init__(self, store: ActorHandle) -> None:
-        super().__init__(
-            send=lambda snapshot: _call(store.publish, snapshot), stored_version=lambda: _call(store.version)
-        )
+        self._store = store
+        self._sent: WeightSnapshot | None = None
+        self._num_deltas = 0  # since all of the weights were sent
+        super().__init__(self._send_newer, stored_version=lambda: _call(store.version))
+
+    def _send_newer(self, snapshot: WeightSnapshot) -> None:
+        base = self._sent if self._num_deltas < FULL_EVERY else None
+        delta = None if base is None else WeightDelta.between(base, snapshot)
+        if delta is None or not _call(self._store.publish_delta, delta):
+            _call(self._store.publish, snapshot)
+            self._num_deltas = -1
+        self._num_deltas += 1
+        self._sent = snapshot
 
 
 def get_stored_version(store: ActorHandle, timeout_s: float = 30.0) -> int:

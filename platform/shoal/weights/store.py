@@ -33,6 +33,7 @@ DTYPES = {
     "F32": "<f4",
     "U32": "<u4",
     "I32": "<i4",
+    "BF16": "V2",  # of which it knows the size alone
     "F16": "<f2",
     "U16": "<u2",
     "I16": "<i2",

@@ -100,7 +100,7 @@ def test_what_is_no_safetensors_is_named(damage: bytes) -> None:
 def test_tensors_are_written_as_the_library_writes_them() -> None:
     random = np.random.default_rng(0)
     tensors = {f"{dtype}-{index}": random.integers(0, 2, (index, 3)).astype(dtype)
-               for dtype in DTYPES.values() for index in (2, 0, 1)}  # fmt: skip
+               for dtype in DTYPES.values() if dtype != "V2" for index in (2, 0, 1)}  # fmt: skip
     tensors |= {'a "name" of ünicode\n': np.ones((2, 2)), "number": np.array(7), "turned": np.eye(3)[::-1].T}
     expected = safetensors.numpy.save({name: np.asarray(each, order="C") for name, each in tensors.items()})
     assert encode_tensors(tensors) == bytes(expected)

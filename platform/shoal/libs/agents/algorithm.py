@@ -77,16 +77,15 @@ class TokenMoments(NamedTuple):
     largest: Tensor
 
 
-class AdapterNormalizer(Normalizer):
-    """Publishes adapters as weights without them, under the names of the network without them."""
-
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, task: Any) -> None:
-        super().__init__(spec, experience)
-        self._task = task
+class RoundingNormalizer(Normalizer):
+    """Publishes weights in bf16, to the nearest of its numbers."""
 
     def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        merged = self._task.merge_weights({name: torch.from_numpy(each) for name, each in arrays.items()})
-        return {name: each.numpy() for name, each in merged.items()}
+        rounded = {}
+        for name, each in arrays.items():
+            is_float = each.dtype.kind == "f"
+            rounded[name] = torch.from_numpy(each).bfloat16().view(torch.int16).numpy().view("V2") if is_float else each
+        return rounded
 
 
 class TextPolicyGradient(Algorithm):
@@ -98,28 +97,31 @@ class TextPolicyGradient(Algorithm):
         assert isinstance(spec.algorithm, PolicyGradientTextConfig)
         self._config = config = spec.algorithm
         self.device = find_device(spec)
-        task = _make_task(config, config.lora or None)
+        self._task = task = _make_task(config, config.lora or None)
         self._is_packed: bool = task.is_packed
         self.model = task.model().eval()
         if not config.lora:
             load_initial_weights(self.model, task.initial_weights())
         self.model.to(self.device)
-        self.normalizer = AdapterNormalizer(spec, experience, task) if config.lora else Normalizer(spec, experience)
+        kind = RoundingNormalizer if config.weights == "bf16" else Normalizer
+        self.normalizer = kind(spec, experience)
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
-        self._reference, self._reference_sha256 = None, ""
+        self._reference: nn.Module | None = None  # with the adapters disabled, if it has any
+        self._reference_sha256 = ""
         if config.kl_cost:
-            self._reference = self._load_reference()
+            is_base = config.lora and not config.reference
+            self._reference = self.model if is_base else self._load_reference()
+            tensors = dict(self.model.named_buffers()) if is_base else self._reference.state_dict()
+            self._reference_sha256 = hash_tensors(tensors)
         self._learnt_version = -1  # the newest one at the last step: the weights have changed since
 
     def _load_reference(self) -> nn.Module:
         task = _make_task(self._config, lora=None)
         network: nn.Module = task.model().eval().requires_grad_(False)
         load_initial_weights(network, self._config.reference or task.initial_weights())
-        arrays = {name: each.numpy() for name, each in network.state_dict().items()}
-        self._reference_sha256 = WeightSnapshot.of(0, arrays).sha256
         return network.to(self.device)
 
     def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
@@ -226,7 +228,7 @@ class TextPolicyGradient(Algorithm):
             log_pi, entropies = self._evaluate(self.model, part, actions)
             log_reference = None
             if self._reference is not None:
-                with torch.no_grad():
+                with torch.no_grad(), self._task.disable_adapters(self._reference):
                     log_reference, _ = self._evaluate(self._reference, part, actions)
             log_mu = self._choose(part, batch.log_probabilities)
             chosen = self._choose(part, advantages_N)
@@ -325,6 +327,10 @@ def _describe_segments(batch: ExperienceBatch) -> np.ndarray:
 def _sum(group: LearnerGroup, values: Tensor) -> Tensor:
     """The sum over the learners, which is of flat ones."""
     return group.sum(values.flatten()).view(values.shape)
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    return WeightSnapshot.of(0, {name: each.cpu().numpy() for name, each in tensors.items()}).sha256
 
 
 def _make_task(config: PolicyGradientTextConfig, lora: Mapping[str, Any] | None) -> Any:

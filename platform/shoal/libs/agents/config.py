@@ -36,19 +36,20 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     """What GRPO, RLOO and REINFORCE++ have in common: a language model, a step of AdamW for each batch, one loss.
 
     pretrained:      the model: a folder, a GGUF file, `org/name` in the hub's cache, or NAME@VERSION of the registry
-    lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained alone, and published merged into the
-                     weights. Their dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
+    lora:            fields of LoraSpec, such as {"rank": 8}: adapters are trained, and are all of a version. Their
+                     dropout is off, as any: the ratio π / μ is that of one policy. {}: all is trained
     learning_rate:   of AdamW, constant. 1e-6 is for all weights of a pretrained model; adapters take 1e-5 to 1e-4
     weight_decay:    of AdamW
     max_grad_norm:   of the loss's gradient
     precision:       of the computation, by autocast; weights, moments and gradients stay in fp32
+    weights:         of the versions that are published, as they travel and as samplers compute: fp32 or bf16
     temperature:     the logits are divided by it, here as by the sampler
     clip, clip_high: a token teaches nothing more once π / μ is below 1 - clip or above 1 + clip_high (default: clip) in
                      the direction of its advantage; clip=null: no bounds
     rho_bar:         the most that a token counts, by π / μ, which tokens of older weights may have far from 1
     kl_cost:         weight of the divergence from the reference, for a nat and token; 0: there is no reference
-    reference:       NAME@VERSION of the registry; "": the weights that the run has begun with. A resumed run needs the
-                     same ones
+    reference:       NAME@VERSION of the registry; "": the weights that the run has begun with, which are those without
+                     adapters. A resumed run needs the same ones
     minibatch_tokens: tokens that are computed together, padding included: whole segments, at least one; the gradient of
                      a batch is their sum
     group_size:      answers to a prompt, which are compared
@@ -61,6 +62,7 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     precision: Literal["fp32", "bf16"] = "fp32"
+    weights: Literal["fp32", "bf16"] = "fp32"
     temperature: float = Field(default=1.0, gt=0)
     clip: float | None = Field(default=0.2, gt=0)
     clip_high: float | None = Field(default=None, gt=0)
@@ -87,6 +89,12 @@ class PolicyGradientTextConfig(AlgorithmConfig):
     def baseline(self) -> Baseline:
         """What the gateway compares the rewards of a group with."""
         raise NotImplementedError
+
+    @property
+    def task_args(self) -> dict[str, Any]:
+        """Of the Task that builds the network of a version."""
+        dtype = "float32" if self.weights == "fp32" else "bfloat16"
+        return {"model": self.pretrained, "lora": self.lora or None, "dtype": dtype}
 
 
 class GRPOConfig(PolicyGradientTextConfig):

@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import SecretStr
@@ -20,12 +22,13 @@ from shoal.client.discovery import INFERENCE_KIND
 from shoal.errors import NotReached, RecordUnwritable, RunError
 from shoal.extend.cluster import Program, end_programs, start_program
 from shoal.extend.flows import recorded_run
+from shoal.extend.registry import Registry
 from shoal.extend.rl import ActorLearnerWorkers
 from shoal.extend.runs import RunRecorder, Status, print_line
 from shoal.extend.serve import EndpointModel, EndpointSpec, LiveModel, ModelOptions, TextOptions
 from shoal.home import load_access_token
 from shoal.libs.agents.metrics import AgentsMetrics
-from shoal.libs.agents.model import describe_served, register
+from shoal.libs.agents.model import ModelDescription, describe, register
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
 
@@ -39,6 +42,8 @@ DRIVER_LOG = "driver.log"  # in the run's folder
 def run_agents(spec: AgentsSpec, job: str) -> str:
     """Run until the target, the limit of steps or the end of its time; returns its id. Raises NotReached."""
     check(spec)
+    if "@" in spec.model and not Path(spec.model).exists():  # an alias may move meanwhile
+        spec = spec.update({"model": Registry().get(spec.model).ref})
     with recorded_run(spec, job, JOB, "gateway_ready") as recorder:
         with ExitStack() as closing:
             run = AgentsRun(spec, recorder, closing)
@@ -79,13 +84,16 @@ class AgentsRun:
         if spec.agents:
             self._start_driver(token, closing)
 
+    @cached_property
+    def _model(self) -> ModelDescription:
+        return describe(self.spec.text_algorithm)
+
     def _deploy(self, token: str, closing: ExitStack) -> None:
         """Start the replicas that sample, and name them to the gateway."""
         from shoal.extend.serve import deploy  # Serve takes a second to load
 
         spec = self.spec
         name = spec.model_name
-        factory, signature = describe_served(spec.model)
         text = TextOptions(slots=spec.slots, length=spec.length, tokenizer=spec.model)
         endpoint = EndpointSpec(
             name=name,
@@ -94,7 +102,7 @@ class AgentsRun:
             model=ModelOptions(text=text),
             **spec.replica.model_dump(),
         )
-        model = LiveModel(factory, signature, self._workers.make_weight_source())
+        model = LiveModel(self._model.factory, self._model.signature, self._workers.make_weight_source())
         deployed = deploy(endpoint, [EndpointModel(name, model)], self.recorder.record_event)
         closing.callback(deployed.close)
         self._workers.connect_front(deployed.url)
@@ -151,7 +159,7 @@ class AgentsRun:
         """Register the newest weights."""
         snapshot = self._workers.pause_learner()
         self._poll()
-        version = register(self.spec.model, self.spec.model_name, snapshot)
+        version = register(self._model, self.spec.model_name, snapshot)
         print_line(f"registered {version.ref}")
         self._workers.finish_learner(FINISH_S)
         self._workers.close_gateway()

@@ -21,13 +21,13 @@ def check(spec: AgentsSpec) -> None:
         raise ConfigError("algorithm", spec.algorithm.name, "learns no texts", "algorithm=grpo, rloo or reinforce_pp")
     if spec.agents and not spec.env:
         raise ConfigError("env", "", "is not given", "name the tasks, as env=reasoning_gym:chain_sum, or agents=0")
-    check_template(open_pretrained(spec.model).tokenizer)
+    check_template(open_pretrained(spec.text_algorithm).tokenizer)
 
 
 def make_setting(spec: AgentsSpec, folder: Path, token: str, run_id: str) -> GatewaySetting:
     """What the run's gateway is started with."""
     algorithm = spec.text_algorithm
-    model = open_pretrained(spec.model)
+    model = open_pretrained(algorithm)
     front = AgentsFrontSetting(spec, folder, token)
     rl_spec = spec.make_rl_spec()
     experience = describe_tokens(model.num_tokens, spec.length or algorithm.segment_length)

@@ -8,7 +8,8 @@ tokens, V words of the vocabulary, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -352,6 +353,18 @@ class TokenPolicy(CausalLM):
     def is_packed(self) -> bool:
         """Whether rows hold several samples, with `position_ids` [B, T]; otherwise one, with an `attention_mask`."""
         return self.config.get("model_type") in PACKABLE
+
+    @contextmanager
+    def disable_adapters(self, network: nn.Module) -> Iterator[None]:
+        """Let a network compute as without adapters, within."""
+        layers: list[Any] = [each for each in network.modules() if hasattr(each, "lora_A")]
+        try:
+            for each in layers:
+                each.enable_adapters(False)
+            yield
+        finally:
+            for each in layers:
+                each.enable_adapters(True)
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -75,16 +75,17 @@ class AgentsFront:
         self._queued: dict[int, int] = {}  # at the learner: the number of segments of each step
         self._sessions = SessionStore(setting.folder)
         spec, rules = setting.spec, setting.spec.sessions
-        model = open_pretrained(spec.model)
+        model = open_pretrained(spec.text_algorithm)
         model.tokenizer.backend_tokenizer.save(str(setting.folder / TOKENIZER))
         self._sampler: PinnedSampler | EndpointSampler
         if spec.replicas:
             context = spec.length or model.context
             self._sampler = EndpointSampler(self._find_endpoint, spec.model_name, setting.token, context)
         else:
-            opened = model.module, model.tokenizer, model.stop_tokens
+            opened = model.tokenizer, model.stop_tokens
             self._sampler = PinnedSampler(
-                lambda get_weights: LocalSampler(*opened, get_weights, spec.slots, spec.length), lambda: state.weights
+                lambda get_weights: LocalSampler(model.make_module(), *opened, get_weights, spec.slots, spec.length),
+                lambda: state.weights,
             )
         self._service = SessionService(
             self._sessions, model.tokenizer, spec, self._sampler, self._put, lambda: state.version

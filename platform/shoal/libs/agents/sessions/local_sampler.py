@@ -15,14 +15,15 @@ import torch
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.text_model import TextCall
-from shoal.weights import WeightSnapshot, decode_tensors
+from shoal.weights import WeightSnapshot
+from shoal.weights.tensor_files import read_tensors
 
 BATCH = 16  # events: a session that is over meanwhile is seen by them
 IDLE_S = 0.2  # between two looks for newer weights, without work
 
 
 class LocalSampler:
-    """module: a causal network of transformers, whose weights are replaced by those of `get_weights`.
+    """module: a causal network of transformers, whose weights, or adapters, are replaced by those of `get_weights`.
 
     get_weights: the newest snapshot, or None before the first
     """
@@ -102,10 +103,7 @@ class LocalSampler:
                 snapshot = self._get_weights()
                 if snapshot is not None and snapshot.version != version:
                     version = snapshot.version
-                    tensors = decode_tensors(snapshot.payload)
-                    self._engine.set_weights(
-                        version, {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
-                    )
+                    self._engine.set_weights(version, read_tensors(snapshot))
                 if not (version and self._engine.has_work):
                     self._has_work.wait(IDLE_S)
                     self._has_work.clear()

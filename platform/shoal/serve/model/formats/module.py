@@ -167,7 +167,8 @@ def check_finite(version: int, name: str, tensor: Tensor) -> None:
 
 def _copy_with_state(state: State, module: nn.Module) -> nn.Module:
     """Copy the module with these tensors in place of its own."""
-    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in _list_state_tensors(module)})
+    shared = (*_list_state_tensors(module), *module.buffers())  # frozen weights are alike in all versions
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
     copied.load_state_dict(state, assign=True)
     return copied.requires_grad_(False)
 
