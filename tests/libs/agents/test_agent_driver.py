@@ -90,11 +90,14 @@ def test_without_credit_or_while_the_gateway_restarts_the_same_is_asked_again() 
     assert gateway.ends == {"s0": {"reward": 1.0, "truncated": False}}
 
 
-@pytest.mark.parametrize("asked", ["open", "chat"])
-def test_a_session_that_is_over_has_no_end_and_the_others_go_on(asked: str) -> None:
-    """Also one of which the opening was repeated, once it had expired."""
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [("open", (410, "session_over")), ("open", (400, "group_over")), ("chat", (410, "session_over"))],
+)
+def test_a_session_that_is_over_has_no_end_and_the_others_go_on(asked: str, refusal: tuple[int, str]) -> None:
+    """Also one of which the opening was repeated, once it had expired, or comes after its group was closed."""
     with serve_sessions(num_opened=2) as gateway:
-        gateway.first[asked].append((410, "session_over"))
+        gateway.first[asked].append(refusal)
         driver = drive(gateway, num_groups=1, group_size=2)
     assert driver.outcomes == {"over": 1, "rewarded": 1}
     assert len(gateway.ends) == 1

@@ -225,7 +225,8 @@ class Driver:
         try:
             session = await self._client.open(key, **fields, task=msgspec.Raw(task.encode()))
         except InferenceError as refused:
-            if refused.code != "session_over":  # it was opened and has expired, while its answer was lost
+            # It was opened and has expired, while its answer was lost, or its group was closed without it.
+            if refused.code not in ("session_over", "group_over"):
                 raise
             self.outcomes["over"] += 1
             return

@@ -60,19 +60,16 @@ class Exchange:
             self._body.clear()  # of an answer that could not be written
         else:
             self._body.append(message.get("body", b""))
-            await self._write(is_last=not message.get("more_body", False))
+            await self.write(is_last=not message.get("more_body", False))
         if self._send is not None:
             await self._send(message)
-
-    async def finish(self) -> None:
-        """Write the turn of an answer whose client has left."""
-        await self._write(is_last=False)
 
     async def deliver(self, send: Send) -> None:
         """Send what was collected."""
         await _reply(send, self._head["status"], self._head["headers"], b"".join(self._body))
 
-    async def _write(self, is_last: bool) -> None:
+    async def write(self, is_last: bool) -> None:
+        """Write the turns that there are: with the last part of an answer, or since its client has left."""
         turns, self._texts.turns = self._texts.turns, []
         is_whole = is_last and self._head["status"] == 200
         if not (turns or is_whole):
@@ -209,7 +206,7 @@ class SessionApp:
         finally:
             session.num_running -= 1
             session.seen_at = time.time()
-            await exchange.finish()
+            await exchange.write(is_last=False)
         return exchange
 
     # -- keys and bodies ------------------------------------------------------------------------------------------

@@ -113,7 +113,8 @@ class EndpointSampler:
             except (httpx2.TransportError, ConnectionLost) as error:
                 status, problem = 503, str(error) or type(error).__name__
             except InferenceError as error:
-                is_coming = error.status == 404 and (call.version or 0) > self._newest  # replicas follow the run
+                # One that no replica has answered by, or the newest one, may be on its way to this replica.
+                is_coming = error.status == 404 and call.version is not None and call.version >= self._newest
                 if error.status not in (429, 502, 503) and not is_coming:
                     raise
                 status, problem = 404 if is_coming else 503, error.message

@@ -44,7 +44,8 @@ class PinnedSampler:
             self._pinned.setdefault(newest.version, newest)
         if version not in self._pinned:
             there = ", ".join(map(str, sorted(self._pinned)))
-            raise InferenceError(404, f"the run has no weights of version {version}; it has {there}", field="version")
+            problem = f"the run has no weights of version {version}; it has {there}"
+            raise InferenceError(404, problem, field="version", code="model_not_found")
 
     def retain(self, versions: Collection[int]) -> None:
         """Free all other pinned versions."""

@@ -316,7 +316,7 @@ class SessionService:
 
     async def reward_answer(self, session: AgentSession, reply: str, reward: float) -> None:
         """Reward an answer by its id. Raises SessionError (404)."""
-        if (turn := self._records.find_turn(session.id, reply)) is None:
+        if (turn := self._records.find_record(session.id, reply)) is None:
             raise SessionError(404, "turn_unknown", f"the session has no answer {reply[:80]!r}")
         session.rewards[turn] = reward
         rewards = msgspec.json.encode(session.rewards)
@@ -351,7 +351,7 @@ class SessionService:
         for what, by_version in self._records.count_tokens().items():
             self.counts[f"tokens/{what}"] = sum(by_version.values())
         self.counts.update(self._records.count_sessions())
-        for session in self._records.list_ended(WINDOWS["reward"]):
+        for session in self._records.list_last(WINDOWS["reward"]):
             self._note_reward(session)
         for session in self._records.list_unassigned():
             if not (session.trains or session.state == "open"):

@@ -85,10 +85,9 @@ class LearnerSteps:
                 change_session(each.id, step=step.number, advantage=each.advantage, deviation=each.deviation)
                 for each in group.members
             ]
-        await self._store.write(*statements, *_count(dropped))
+        await self._record(statements, dropped, drops)
         self._num_steps = step.number
         self._steps[step.number] = step
-        self._add_counts(dropped, drops)
         if step.segments:
             self._emit(step)
         else:
@@ -107,8 +106,7 @@ class LearnerSteps:
             for version in segment.versions[segment.extras["trains"][:-1]].tolist():
                 tokens[reason, version] += 1
         self._credit.give_back(step.num_sessions)
-        await self._store.write(close_step(number), *_count(tokens))
-        self._add_counts(tokens, outcome.dropped)
+        await self._record([close_step(number)], tokens, outcome.dropped)
         self._counts["steps"] += 1  # then its accounts can be read
 
     def restore(self, load: Callable[[AgentSession], AgentSession], was_lost: Callable[[int], bool]) -> list[Step]:
@@ -133,12 +131,13 @@ class LearnerSteps:
             self._steps[step.number] = step
         return list(self._steps.values())
 
-    def _add_counts(self, tokens: Mapping[tuple[str, int], int], drops: Mapping[str, int]) -> None:
+    async def _record(
+        self, statements: list[Statement], tokens: Mapping[tuple[str, int], int], drops: Mapping[str, int]
+    ) -> None:
+        """Write what became of tokens, by that and by version, and count them and the sessions that were dropped."""
+        accounts = [count(what, version, num) for (what, version), num in tokens.items()]
+        await self._store.write(*statements, *accounts)
         for (what, _), num in tokens.items():
             self._counts[f"tokens/{what}"] += num
         for reason, num in drops.items():
             self._counts[f"drops/{reason}"] += num
-
-
-def _count(tokens: Mapping[tuple[str, int], int]) -> list[Statement]:
-    return [count(what, version, num) for (what, version), num in tokens.items()]

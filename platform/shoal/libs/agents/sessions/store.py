@@ -235,7 +235,7 @@ class SessionRecords:
         """Those that no step has taken."""
         return self._select("step IS NULL")
 
-    def list_ended(self, num: int) -> list[AgentSession]:
+    def list_last(self, num: int) -> list[AgentSession]:
         """The last ones, in the order of their ends."""
         return self._select("state = 'ended' ORDER BY end_time DESC LIMIT ?", num)[::-1]
 
@@ -275,7 +275,7 @@ class SessionRecords:
         rows = self._read("SELECT head, body FROM answers WHERE session = ? AND request = ?", session_id, request)
         return (rows[0][0], rows[0][1]) if rows else None
 
-    def find_turn(self, session_id: str, reply: str) -> int | None:
+    def find_record(self, session_id: str, reply: str) -> int | None:
         """The id of the turn, of several the last one, that the answer of this id has brought."""
         rows = self._read("SELECT max(number) FROM turns WHERE session = ? AND reply = ?", session_id, reply)
         return None if rows[0][0] is None else int(rows[0][0])
