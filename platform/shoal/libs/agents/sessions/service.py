@@ -272,12 +272,15 @@ class SessionService:
             session.why = why
             session.ending = ending
             del self._sessions[session.id]
-            self.counts[state] += 1
+            self._count_end(session)
             if (group := self._groups.get(session.group)) is not None:
                 group.first_end_at = group.first_end_at or now_s
-            if session.reward is not None and session.opening.purpose == "train":
-                self._recent["reward"].append(session.reward)
         await self._close_groups(now_s)
+
+    def _count_end(self, session: AgentSession) -> None:
+        self.counts[session.state] += 1
+        if session.reward is not None and session.opening.purpose == "train":
+            self._recent["reward"].append(session.reward)
 
     async def sweep(self) -> None:
         """Let sessions expire, and close groups whose time is over; until it is cancelled."""
@@ -357,6 +360,11 @@ class SessionService:
         """
         for what, by_version in self._records.count_tokens().items():
             self.counts[f"tokens/{what}"] = sum(by_version.values())
+        rows = self._records.list_all()
+        self.counts["opened"] = len(rows)
+        for row in sorted(rows, key=lambda each: each.end_time or 0.0):
+            if row.state != "open":
+                self._count_end(AgentSession.from_row(row, TokenTree(self.tokenizer), 0.0))
         for row in self._records.list_unassigned():
             is_training = msgspec.json.decode(row.opening, type=Opening).purpose == "train"
             if not (is_training or row.state == "open"):
