@@ -1,13 +1,13 @@
 """Agents of six frameworks and clients, unchanged, while the gateway and replicas are killed: what each has recorded.
 
-    python -m benchmarks.agents.frameworks [--quick]
+    python -m benchmarks.agents.frameworks [--minutes N] [--quick]
 
-Fifty episodes of each, one after the other, all frameworks at the same time: openai-agents (chat and responses),
-langgraph with langchain-openai, smolagents (CodeAgent, which gets code, and ToolCallingAgent, which is forced to call),
-Anthropic's client, and clients/agents/agent.mjs with that of npm. An agent has the variables of its session; a client
-repeats a request up to 20 times, but npm's, which is as it comes. The model of `shoal run agents` writes noise:
-frameworks answer it with errors, and ask again. Two replicas sample. SIGKILL ends the gateway and a replica by turns.
-Rewards are random.
+Fifty episodes of each, or as many as begin in the time, one after the other, all frameworks at the same time:
+openai-agents (chat and responses), langgraph with langchain-openai, smolagents (CodeAgent, which gets code, and
+ToolCallingAgent, which is forced to call), Anthropic's client, and clients/agents/agent.mjs with that of npm. An agent
+has the variables of its session; a client repeats a request up to 20 times, but npm's, which is as it comes. The model
+of `shoal run agents` writes noise: frameworks answer it with errors, and ask again. Two replicas sample. SIGKILL ends
+the gateway and a replica by turns. Rewards are random.
 
 Of an episode that went well the session's turns and tokens must be those that the framework has counted; of
 agent.mjs, which counts nothing, the two answers. Each session has one end, each token its account.
@@ -19,6 +19,7 @@ import asyncio
 import os
 import random
 import shutil
+import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -36,7 +37,7 @@ from shoal.libs.agents.driver import OpenedSession, SessionClient, run_program
 from shoal.libs.agents.tasks import AgentTask, EpisodeFailed
 
 NODE = "npm's openai"
-NUM_EPISODES, KILL_S, EPISODE_S, READY_S = 50, 20.0, 240.0, 300.0
+NUM_EPISODES, MINUTES, KILL_S, EPISODE_S, READY_S = 50, 30.0, 15.0, 400.0, 600.0
 CONTEXT, MAX_TOKENS, MEAN_LENGTH = 32768, 64, 8
 Episode = tuple[str, dict[str, Any]]  # the session's id, and what the framework says
 FIELDS = {
@@ -54,12 +55,14 @@ async def play_node(session: OpenedSession, text: str) -> dict[str, Any]:
     return {"answers": 2}
 
 
-async def play_all(name: str, num: int, run: KilledRun, child: Child | None) -> list[Episode]:
-    """The episodes of a framework. child: that plays them; None for Node.js"""
+async def play_all(name: str, num: int, until_s: float, run: KilledRun, child: Child | None) -> list[Episode]:
+    """The episodes of a framework, in pairs. child: that plays them; None for Node.js"""
     client = SessionClient(run.url, read_existing_token(), 1)
     chances, episodes = random.Random(name), list[Episode]()
     try:
         for number in range(num):
+            if number % 2 == 0 and time.monotonic() > until_s:
+                break
             fields = {"group": f"{name} {number // 2}", "group_size": 2, "deadline_s": 600.0}
             session = await client.open(f"{name} {number}", **fields)
             if child is None:
@@ -76,10 +79,12 @@ async def play_all(name: str, num: int, run: KilledRun, child: Child | None) -> 
 
 
 async def play_while_killing(
-    num: int, run: KilledRun, children: dict[str, Child | None], killer: Killer
+    num: int, until_s: float, run: KilledRun, children: dict[str, Child | None], killer: Killer
 ) -> tuple[dict[str, list[Episode]], list[str]]:
     """The episodes of each framework, and where the accounts did not hold meanwhile."""
-    playing = {name: asyncio.ensure_future(play_all(name, num, run, child)) for name, child in children.items()}
+    playing = {
+        name: asyncio.ensure_future(play_all(name, num, until_s, run, child)) for name, child in children.items()
+    }
     everything, errors = asyncio.gather(*playing.values()), list[str]()
     while not everything.done():
         await asyncio.wait([everything], timeout=KILL_S)
@@ -131,7 +136,7 @@ def save_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=1)
+    chosen = options(__doc__, runs=1, minutes=MINUTES)
     num = 4 if chosen.quick else NUM_EPISODES
     shutil.copy(ROOT / "clients" / "agents" / "agent.mjs", AGENTS)  # where Node.js finds npm's packages
     with scratch() as folder, ExitStack() as closing:
@@ -145,8 +150,9 @@ def main() -> None:
         os.environ["SHOAL_HOME"] = str(run.home)
         for child in filter(None, children.values()):
             child.answer(READY_S)
+        until_s = time.monotonic() + 60 * chosen.minutes
         killer = Killer(0, {part: partial(run.find, part) for part in ("gateway", "replica")})
-        episodes, errors = asyncio.run(play_while_killing(num, run, children, killer))
+        episodes, errors = asyncio.run(play_while_killing(num, until_s, run, children, killer))
         books = read_books(run.folder)
     errors += find_errors(books)
     kills = f"of the gateway {killer.num['gateway']}, of a replica {killer.num['replica']}"
@@ -156,9 +162,10 @@ def main() -> None:
         found = check(played, books)
         print(name, found, flush=True)
         failed = ", ".join(f"{number} {kind}" for kind, number in found["failures"].items())
-        note = f"{found['turns']:,} answers, {found['tokens']:,} tokens; failed: {failed or 'none'}; kills: {kills}"
+        note = f"of {len(played)}, failed: {failed or 'none'}; {found['turns']:,} answers, {found['tokens']:,} tokens"
+        note += f"; kills: {kills}"
         wrong = len(found["differing"]) + len(found["open"])
-        title = f"{what}: of {num} episodes, recorded otherwise than {name} says, or without an end"
+        title = f"{what}: episodes of {name} that are recorded otherwise than it says, or have no end"
         rows.append(compare(title, "", "lower", [wrong], bar=0, bar_kind="value", note=note))
     fates = ", ".join(f"{what} {each.total():,}" for what, each in books.counts.items())
     title = f"{what}: differences in the accounts"

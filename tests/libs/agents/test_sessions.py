@@ -380,4 +380,7 @@ def test_a_step_that_was_queued_in_a_killed_gateway_is_queued_again(model: Path,
         until(lambda: read_counts(copy).get("learned"))
         counts = read_counts(copy)
         assert counts["sampled"] == counts["learned"]
-        assert loop.gateway.stats()["segments"]["dropped"] == {"gateway_crash": 4}
+        stats = loop.gateway.stats()
+        assert stats["segments"]["dropped"] == {"gateway_crash": 4}
+        sessions = stats["sessions"]
+        assert (sessions["opened"], sessions["ended"], sessions["reward"]) == (4, 4, 0.5)  # of the earlier gateway
