@@ -6,7 +6,9 @@ A run without Ray learns while agents talk to it over HTTP: with tools, with an 
 result (a branch), with two answers to one question (branches), and with answers that go on under newer weights. Before
 each update the trainer computes the batch that it is about to learn, each token by its weights of the version that has
 sampled it. A Llama of 0.4 million parameters in float32: all weights learn; then adapters (LoRA of rank 8), which the
-sampler has merged.
+sampler has on its base. Then with a sampler in bf16, whose weights are the trainer's, rounded: a trainer in float32,
+and one that computes in bf16 too. There π / μ, truncated, is what the loss weighs each token with: its mean is 1 where
+it makes up for the difference.
 """
 
 from __future__ import annotations
@@ -35,16 +37,19 @@ from shoal.rl.local_loop import LocalLoop
 START = QUICK_RESULTS / "agents_start"
 SESSIONS = "/shoal/v1/sessions"
 GROUPS, GROUP_SIZE = 2, 4
-NUM_TOKENS, MEAN_BAR, MAX_BAR, TIMEOUT_S = 10_000, 1e-5, 1e-4, 240.0
+RHO_BAR = 2.0  # the default of the algorithms
+NUM_TOKENS, MEAN_BAR, MAX_BAR, TIMEOUT_S = 10_000, 1e-5, 1e-4, 600.0
 SIDES: dict[str, dict[str, Any]] = {
     "all weights": {"learning_rate": 1e-3},
     "LoRA": {"learning_rate": 3e-3, "lora": {"rank": 8}},
+    "sampler in bf16": {"learning_rate": 1e-3, "weights": "bf16"},
+    "sampler and trainer in bf16": {"learning_rate": 1e-3, "weights": "bf16", "precision": "bf16"},
 }
 TOOLS = [{"type": "function", "function": {"name": "sort", "parameters": {"type": "object", "properties": {}}}}]
 
 
 class Differences:
-    """Of a learner's batches: |log p of the trainer - log p of the sampler| of each token, by the trainer's weights of
+    """Of a learner's batches: log p of the trainer - log p of the sampler of each token, by the trainer's weights of
     the version that has sampled it."""
 
     def __init__(self, algorithm: Any) -> None:
@@ -63,7 +68,7 @@ class Differences:
         for version in np.unique(batch.versions[trains]).tolist():
             if version in self._states:
                 model.load_state_dict(self._states[version])
-                differences = np.abs(self._algorithm.compute_log_ratios(batch))
+                differences = self._algorithm.compute_log_ratios(batch)
                 self.found.append(differences[trains & (batch.versions == version)])
         model.load_state_dict(state)
         yield from self._update(batch)
@@ -148,12 +153,18 @@ def main() -> None:
         for name, algorithm in SIDES.items():
             found, note = measure(algorithm, NUM_TOKENS // 10 if chosen.quick else NUM_TOKENS, folder / name)
             title = f"log p of the trainer less the sampler's, one version, {name}"
-            rows += [
-                compare(
-                    f"{title}, mean", "", "lower", [float(found.mean())], bar=MEAN_BAR, bar_kind="value", note=note
-                ),
-                compare(f"{title}, largest", "", "lower", [float(found.max())], bar=MAX_BAR, bar_kind="value"),
-            ]
+            ratios = np.exp(found.astype(np.float64))
+            weights = ratios.clip(max=RHO_BAR)
+            note += (
+                f"; π / μ: {(ratios > RHO_BAR).sum()} truncated at {RHO_BAR:g}, largest {ratios.max():.4g}, mean of "
+                f"the truncated 1 {weights.mean() - 1:+.1e} ± {weights.std() / len(weights) ** 0.5:.1e}"
+            )
+            bars: tuple[Any, ...] = (None, None) if "weights" in algorithm else (MEAN_BAR, MAX_BAR)
+            sizes = np.abs(found)
+            for what, value, bar in zip(("mean", "largest"), (sizes.mean(), sizes.max()), bars, strict=True):
+                kind: Any = None if bar is None else "value"
+                rows.append(compare(f"{title}, {what}", "", "lower", [float(value)], bar=bar, bar_kind=kind, note=note))
+                note = ""
     write("agents_logprobs", rows, chosen.results)
 
 
