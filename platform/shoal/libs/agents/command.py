@@ -182,7 +182,7 @@ def evaluate(
     environment, local = load_environment(env), LocalModel(find_version(model))
     made = [environment.make_task(number) for number in range(seed, seed + tasks)]
     texts = [local.chat(each.messages, temperature=temperature, max_tokens=max_tokens) for each in made]  # some at once
-    answers = []
+    answers: list[dict[str, Any]] = []
     for task, answer in zip(made, (each.read().text for each in texts), strict=True):
         reward, failed = None, ""
         try:
