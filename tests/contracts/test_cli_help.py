@@ -9,6 +9,7 @@ from shoal.config import Spec
 from shoal.config.field_help import choose_main, list_field_help
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.stream.spec import StreamSpec
 from shoal.libs.sweep.spec import SweepSpec
@@ -36,7 +37,7 @@ def test_every_verb_has_a_heading() -> None:
     assert {verb: heading for verb, (_, heading, _) in find_commands().items() if heading not in HEADINGS} == {}
 
 
-@pytest.mark.parametrize("spec", [TrainSpec, ActorLearnerSpec, StreamSpec, SweepSpec, RLPopulationSpec])
+@pytest.mark.parametrize("spec", [TrainSpec, ActorLearnerSpec, AgentsSpec, StreamSpec, SweepSpec, RLPopulationSpec])
 def test_the_help_of_a_job_begins_with_about_ten_fields_and_names_its_page(spec: type[Spec]) -> None:
     fields = list(list_field_help(spec()))
     main = choose_main(fields, spec.main_fields)

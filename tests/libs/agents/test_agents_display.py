@@ -83,9 +83,12 @@ def test_all_that_matters_is_on_the_picture(width: int) -> None:
     ],
 )
 def test_what_is_bad_is_marked_with_what_helps(metric: str, fields: dict[str, Any]) -> None:
-    shown = view(record("one", AgentsSpec(model="m"), **fields))
+    run = record("one", AgentsSpec(model="m"), **fields)
+    shown = view(run)
     assert (shown.bad, len(shown.notes)) == ({metric}, 1)
     assert shown.notes[0] in " ".join(draw_plain(shown.render(), 150).split())
+    (panel,) = build_panels(run)  # of the report and the console
+    assert panel.rows == [(metric, (shown.format(metric), "warn"), shown.notes[0])]
 
 
 def test_half_precision_has_no_bound_for_log_probabilities() -> None:

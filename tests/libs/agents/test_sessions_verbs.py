@@ -1,22 +1,28 @@
-"""`shoal sessions`: what agents and a model have said is listed, read, and written for fine-tuning."""
+"""What is typed: `shoal sessions` lists, reads and writes what agents and a model have said, `shoal evaluate` grades
+answers, and `shoal run agents` refuses what cannot learn."""
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agents_rig import save_model
 from test_session_service import NoSampler
 from test_token_tree import assistant, encode, make_tokenizer, user
 
 from shoal import runs
+from shoal.errors import ShoalError
 from shoal.libs.agents.sessions.service import SessionService
 from shoal.libs.agents.sessions.session import AgentSession, Ending, Opening
 from shoal.libs.agents.sessions.store import TOKENIZER, SessionStore
+from shoal.libs.agents.setting import check
 from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.hf.texts import IGNORED, TextSpec, encode_language, read_records
+from shoal.libs.hf.transfer import pull
 from shoal.runs import RunKind
-from typed import complaint, said
+from typed import complaint, said, typed
 
 END = "<|im_end|>"
 TASK = {"messages": [{"role": "user", "content": "How many?"}], "data": {"answer": 7}}
@@ -110,3 +116,65 @@ def test_what_is_not_there_is_named(sessions: list[AgentSession]) -> None:
 
 def test_without_a_run_of_agents_one_is_named() -> None:
     assert "shoal run agents" in complaint("sessions list")
+
+
+GRADED = """
+tasks = ["ab", "cd", "ef"]
+
+def grade(task, answer):
+    return 1 / (task.prompt != "cd") + len(answer)
+"""
+
+
+@pytest.fixture
+def graded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of tasks, of which the second one cannot be graded, in this folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "graded_words", raising=False)
+    path = tmp_path / "graded_words.py"
+    path.write_text(GRADED)
+    return path
+
+
+def test_the_answers_of_a_registered_model_are_graded(graded: Path, shoal_home: Path) -> None:
+    """The likeliest ones, the same each time; one that the grader refuses is no low reward."""
+    pull(str(save_model(graded.parent / "model", make_tokenizer())), "tiny")
+    line = "evaluate tiny graded_words.py:grade --tasks 3 --max-tokens 4"
+    evaluated = json.loads(said(f"{line} --json"))
+    first, failed, last = evaluated["answers"]
+    assert [each["task"] for each in evaluated["answers"]] == ["ab", "cd", "ef"]
+    assert (evaluated["model"], first["reward"]) == ("tiny@1", 1 + len(first["answer"]))
+    assert evaluated["reward"] == (first["reward"] + last["reward"]) / 2
+    assert (failed["reward"], "ZeroDivisionError" in failed["failed"]) == (None, True)
+    assert json.loads(said(f"{line} --json")) == evaluated
+    assert "tiny@1: mean reward" in said(f"{line} --seed 2").splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "model = '': is not given. name a folder"),
+        (["model=m", "algorithm=ppo"], "algorithm=grpo, rloo or reinforce_pp"),
+        (["model=m", "agents=2"], "env=reasoning_gym:chain_sum, or agents=0"),
+        (["model=m", "agents=2", "env=nothing.py:grade"], "there is no file nothing.py in"),
+        (["model=m", "agents=2", "env=graded_words.py:grades"], "name a function (task, answer) -> reward"),
+        (["model=m", "agents=2", "env=graded_words.py:grade", "agent=my_agent.py"], "give its path from"),
+        (["model=nothing@1"], "nothing"),
+        (["algorithm.learning_rat=1e-5"], "learning_rate"),
+        (["max_step=3"], "max_steps"),
+    ],
+)
+def test_a_run_that_cannot_learn_is_refused(fields: list[str], said: str, graded: Path, shoal_home: Path) -> None:
+    with pytest.raises(ShoalError) as refused:
+        check(AgentsSpec().override(fields))
+    assert said in str(refused.value)
+
+
+def test_it_is_refused_before_a_cluster_starts(
+    graded: Path, shoal_home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = complaint(f"run agents model={graded.parent} env=nothing.py:grade agents=2")
+    assert told.startswith("env = 'nothing.py:grade': there is no file nothing.py")
+    assert typed("run agents --help").exit_code == 0
+    assert "algorithm.learning_rate" in capfd.readouterr().out

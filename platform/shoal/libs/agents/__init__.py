@@ -9,6 +9,10 @@ LIBRARY = Library(
             "shoal.libs.agents.command:sessions",
             "The sessions of a run of agents: list them, read one, write what they said for fine-tuning.",
         ),
+        "evaluate": (
+            "shoal.libs.agents.command:evaluate",
+            "Let a registered language model answer tasks, and print its rewards.",
+        ),
     },
     displays={"agents": "shoal.libs.agents.display"},
     extensions={

@@ -1,4 +1,5 @@
-"""`shoal sessions`: what agents and a run's model have said to each other, as tables, texts and samples."""
+"""`shoal sessions`: what agents and a run's model have said to each other, as tables, texts and samples; and `shoal
+evaluate`: what the answers of a registered model are worth."""
 
 from __future__ import annotations
 
@@ -6,19 +7,23 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Annotated, Any
 
 import click
 
 from shoal.errors import RunError
-from shoal.extend.cli import CommandGroup, Positive, render_table
+from shoal.extend.cli import CommandGroup, FiniteRange, NotNegative, Positive, render_table, verb
+from shoal.extend.registry import LocalModel, find_version
 from shoal.extend.runs import Panel, format_age, list_runs, load
 from shoal.libs.agents.sessions.session import State
 from shoal.libs.agents.sessions.store import FILE_NAME
+from shoal.libs.agents.tasks import EpisodeFailed, grade_answer, load_environment
 from shoal.libs.agents.transcripts import Transcripts, format_reward, format_task
 
 ALL = -1
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey what a model has written
+MAX_SHOWN = 60  # characters, of an answer in a table
 COLUMNS = ("id", "state", "why", "group", "turns", "tokens", "reward", "age")
 
 
@@ -78,6 +83,10 @@ def list_sessions(
     return [transcripts.records.fill(each).describe() for each in chosen[:limit]]
 
 
+def _clean(text: str) -> str:
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def _show_session(shown: Mapping[str, Any]) -> Iterator[str]:
     why = f" ({shown['why']})" if shown["why"] else ""
     yield f"{shown['id']} of run {shown['run']}: {shown['state']}{why}, reward {format_reward(shown['reward'])}"
@@ -87,8 +96,8 @@ def _show_session(shown: Mapping[str, Any]) -> Iterator[str]:
         versions = ", ".join(f"{num} tokens of version {version}" for version, num in turn["versions"])
         why_not = "" if turn["trains"] else f", not learnt ({turn['why_not']})"
         yield f"\nturn {turn['id']}{behind}: {versions}, {turn['finish'] or 'cancelled'}{why_not}"
-        yield click.style(CONTROL.sub("\N{REPLACEMENT CHARACTER}", turn["prompt"]), dim=True)
-        yield CONTROL.sub("\N{REPLACEMENT CHARACTER}", turn["answer"])
+        yield click.style(_clean(turn["prompt"]), dim=True)
+        yield _clean(turn["answer"])
 
 
 @sessions.verb(show=_show_session)
@@ -133,3 +142,52 @@ def export(
             yield json.dumps(each.export())
         else:
             yield from map(json.dumps, transcripts.make_samples(each))
+
+
+def _show_evaluation(evaluated: Mapping[str, Any]) -> Iterator[object]:
+    answers = evaluated["answers"]
+    rows = [
+        [
+            *(_clean(" ".join(text.split()))[:MAX_SHOWN] for text in (each["task"], each["answer"])),
+            each["failed"] or format_reward(each["reward"]),
+        ]
+        for each in answers
+    ]
+    yield render_table(Panel(title="answers", header=("task", "answer", "reward"), rows=rows))
+    yield f"{evaluated['model']}: mean reward {format_reward(evaluated['reward'])} of {len(rows)} answers"
+
+
+@verb(show=_show_evaluation, work="answering")
+def evaluate(
+    model: Annotated[str, "NAME[@VERSION]"],
+    env: Annotated[str, "ENV"],
+    *,
+    tasks: Annotated[Positive, "How many."] = 32,
+    seed: Annotated[NotNegative, "Of the first task; the next ones follow."] = 0,
+    temperature: Annotated[float, FiniteRange(min=0), "0 takes the likeliest token."] = 0.0,
+    max_tokens: Annotated[Positive, "Of an answer."] = 1024,
+) -> dict[str, Any]:
+    """Let a registered language model answer tasks, in this process, and print its rewards.
+
+    ENV makes the tasks and grades the answers, as for `shoal run agents`. To compare versions, give tasks from which
+    none has learnt: at temperature 0 a version has the same rewards each time.
+
+    \b
+    Examples:
+      shoal evaluate smollm@champion my_env.py:held_out
+      shoal evaluate smollm@2 reasoning_gym:chain_sum --seed 1000000 --max-tokens 64
+    """
+    environment, local = load_environment(env), LocalModel(find_version(model))
+    made = [environment.make_task(number) for number in range(seed, seed + tasks)]
+    texts = [local.chat(each.messages, temperature=temperature, max_tokens=max_tokens) for each in made]  # some at once
+    answers: list[dict[str, Any]] = []
+    for task, answer in zip(made, (each.read().text for each in texts), strict=True):
+        reward, failed = None, ""
+        try:
+            reward = grade_answer(environment, task, answer)
+        except EpisodeFailed as error:
+            failed = str(error)
+        asked = format_task({"messages": task.messages})
+        answers.append({"task": asked, "answer": answer, "reward": reward, "failed": failed})
+    rewards = [each["reward"] for each in answers if each["reward"] is not None]
+    return {"model": f"{local.name}@{local.version}", "reward": fmean(rewards) if rewards else None, "answers": answers}

@@ -14,11 +14,11 @@ from rich.console import RenderableType
 
 from shoal.extend.cli import RunView, extend_history, render_counts, render_fact
 from shoal.extend.runs import Run, format_metric, list_counts
+from shoal.libs.agents.metrics import find_bad
 from shoal.libs.agents.spec import AgentsSpec
 
 REWARD = "sessions/reward"
 LEARNING = "learning"
-LOGPROB_DIFFERENCE = 1e-3  # in float32; in bfloat16 there is no bound
 INDICATORS = {  # what is shown in a line: metrics by their names there
     "sessions": {name: f"sessions/{name}" for name in ("open", "waiting", "ended", "failed", "expired")},
     "answers": {
@@ -84,35 +84,13 @@ def make_view(run: Run, before: AgentsView | None, notes: Sequence[str]) -> Agen
     view = AgentsView.read(run, seen, notes, phase=LEARNING, setting={"total_steps": spec.max_steps})
     if not view.metrics.get("sessions/opened"):
         view = replace(view, phase="waiting for sessions" if "gateway_ready" in seen else "starting the gateway")
-    bounds = find_bounds(spec)
-    bad = [metric for metric, (bound, _) in bounds.items() if view.value(metric) > bound]
+    bad = find_bad(spec, view.metrics)
     return replace(
         view,
         bad=frozenset(bad),
-        notes=(*view.notes, *(bounds[metric][1] for metric in bad)),
+        notes=(*view.notes, *bad.values()),
         history=extend_history(before, view.value(REWARD)),
     )
-
-
-def find_bounds(spec: AgentsSpec) -> dict[str, tuple[float, str]]:
-    """By metric: above what it is bad, and what helps."""
-    is_exact = spec.text_algorithm.precision == "fp32"
-    return {
-        "sessions/cut_fraction": (0.2, "many answers are cut off: raise max_tokens, or length"),
-        "sessions/no_signal_fraction": (
-            0.5,
-            "most groups teach nothing, since all of their rewards are equal: give tasks that are sometimes solved",
-        ),
-        "sessions/sampling_overridden": (
-            0,
-            "agents ask for a sampling of their own, and get the run's: leave out temperature, top_p and penalties",
-        ),
-        "agents/token_lag_max": (spec.max_version_lag, "tokens are learnt that are older than max_version_lag"),
-        "agents/logprob_diff_max": (
-            LOGPROB_DIFFERENCE if is_exact else math.inf,
-            "with the same weights, learner and sampler give tokens different probabilities: do not trust the run",
-        ),
-    }
 
 
 _read_spec = lru_cache(maxsize=1)(AgentsSpec.from_record)  # called four times a second

@@ -273,19 +273,25 @@ class Driver:
             raise RunError(f"{MAX_FAILURES} episodes in a row have failed, the last one since {reason}")
 
 
-def find_agent(client: SessionClient, agent: str, max_tokens: int | None) -> Agent:
-    """The agent that is named: a file of Python, or a command; "" for one chat completion. Raises ConfigError."""
+def find_program(agent: str) -> list[str]:
+    """The words of the program that is named: a file of Python, or a command; none for "". Raises ConfigError."""
     if not agent:
-        fields: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
-        return partial(client.complete_chat, **fields)
+        return []
     program, *rest = shlex.split(agent)
     is_python = program.endswith(".py")
     if not (os.path.isfile(program) if is_python else shutil.which(program)):
         raise ConfigError(
             "agent", agent, "is neither a file of Python nor a program", f"give its path from {os.getcwd()}"
         )
-    command = [sys.executable] * is_python + [program, *rest]
-    return partial(run_program, command)
+    return [sys.executable] * is_python + [program, *rest]
+
+
+def find_agent(client: SessionClient, agent: str, max_tokens: int | None) -> Agent:
+    """The agent that is named, as `find_program` says; "" for one chat completion. Raises ConfigError."""
+    if command := find_program(agent):
+        return partial(run_program, command)
+    fields: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+    return partial(client.complete_chat, **fields)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,14 +1,18 @@
-"""The metrics of a run of agents, from the counts of its gateway and its learner.
+"""The metrics of a run of agents, from the counts of its gateway and its learner, and which of them are bad.
 
-Called by the flow at each poll. Pure but for the memory of earlier counts, which gives rates.
+Called by the flow at each poll, and by what shows a run. Pure but for the memory of earlier counts, which gives rates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from shoal.extend.flows import Rate
+from shoal.libs.agents.spec import AgentsSpec
+
+LOGPROB_DIFFERENCE = 1e-3  # in float32; in bfloat16 there is no bound
 
 
 class AgentsMetrics:
@@ -35,3 +39,25 @@ class AgentsMetrics:
                 for name, rate in self._rates.items()
             }
         return metrics | self._per_s
+
+
+def find_bad(spec: AgentsSpec, metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics that are above their bounds, and what helps."""
+    is_exact = spec.text_algorithm.precision == "fp32"
+    bounds = {
+        "sessions/cut_fraction": (0.2, "many answers are cut off: raise max_tokens, or length"),
+        "sessions/no_signal_fraction": (
+            0.5,
+            "most groups teach nothing, since all of their rewards are equal: give tasks that are sometimes solved",
+        ),
+        "sessions/sampling_overridden": (
+            0,
+            "agents ask for a sampling of their own, and get the run's: leave out temperature, top_p and penalties",
+        ),
+        "agents/token_lag_max": (spec.max_version_lag, "tokens are learnt that are older than max_version_lag"),
+        "agents/logprob_diff_max": (
+            LOGPROB_DIFFERENCE if is_exact else math.inf,
+            "with the same weights, learner and sampler give tokens different probabilities: do not trust the run",
+        ),
+    }
+    return {name: remedy for name, (bound, remedy) in bounds.items() if metrics.get(name, bound) > bound}

@@ -1,12 +1,15 @@
-"""What the report and the console show of a run of agents: its curves, and answers of several versions."""
+"""What the report and the console show of a run of agents: its curves, what is bad, and answers of several versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from shoal.errors import RunError
-from shoal.extend.runs import Cell, Panel, Run, RunPanels
+from shoal.extend.runs import Cell, Panel, Run, RunPanels, format_metric
+from shoal.libs.agents.metrics import find_bad
 from shoal.libs.agents.sessions.session import AgentSession
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.agents.transcripts import Transcripts, format_reward, format_task
 
 MIN_STEPS = 5  # whose answers are shown, where there are so many
@@ -14,17 +17,29 @@ MAX_CHARACTERS = 400
 
 
 def build_panels(run: Run) -> list[Panel]:
-    """Answers as versions get newer: of one task each, that of the highest reward and that of the lowest."""
-    try:
+    """What is bad, and answers."""
+    return [each for each in (_build_warnings(run), _build_answers(run)) if each.rows]
+
+
+def _build_warnings(run: Run) -> Panel:
+    metrics = run.latest(since_resumed=True)
+    bad = find_bad(AgentsSpec.from_record(run.spec), metrics)
+    rows = [(name, (format_metric(name, metrics[name]), "warn"), remedy) for name, remedy in bad.items()]
+    return Panel(title="what is bad", header=("metric", "newest", "what helps"), rows=rows)
+
+
+def _build_answers(run: Run) -> Panel:
+    """As versions get newer, those of one task beside each other: the highest reward, and the lowest."""
+    rows: list[Sequence[Cell]] = []
+    with suppress(RunError):  # it is of another host, or begins
         transcripts = Transcripts(run)
-    except RunError:  # it is of another host, or begins
-        return []
-    last = transcripts.records.find_last_step()
-    steps = sorted(range(last, 0, -max(1, last // MIN_STEPS)))
-    rows = [_make_row(transcripts, session) for step in steps for session in _choose_sessions(transcripts, step)]
+        last = transcripts.records.find_last_step()
+        steps = sorted(range(last, 0, -max(1, last // MIN_STEPS)))
+        rows = [_make_row(transcripts, session) for step in steps for session in _choose_sessions(transcripts, step)]
+    tasks = [row[1] for row in rows]
+    rows.sort(key=lambda row: tasks.index(row[1]))
     about = "Of tasks of several steps of the learner, the answer of the highest reward and that of the lowest."
-    header = ("version", "task", "reward", "answer")
-    return [Panel(title="answers", about=about, header=header, rows=rows)] if rows else []
+    return Panel(title="answers", about=about, header=("version", "task", "reward", "answer"), rows=rows)
 
 
 def _choose_sessions(transcripts: Transcripts, step: int) -> list[AgentSession]:
