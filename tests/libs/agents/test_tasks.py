@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from blocks import read_files
 from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.agents.tasks import AgentTask, EpisodeFailed, GradedTasks, grade_answer, load_environment
 
@@ -156,3 +157,16 @@ def test_without_reasoning_gym_its_extra_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"\[agents\]"):
         load_environment("reasoning_gym:chain_sum")
+
+
+def test_the_tutorial_measures_by_tasks_that_were_not_learnt(write: Callable[[str, str], str]) -> None:
+    path = write("capitals", read_files("tutorials/agents.md")["capitals.py"])
+    learnt, held_out = load_environment(f"{path}:grade"), load_environment(f"{path}:held_out")
+    asked = [
+        {held_out.make_task(seed).encode() for seed in range(15)},
+        {learnt.make_task(seed).encode() for seed in range(32)},
+    ]
+    assert [len(each) for each in asked] == [15, 32]
+    assert asked[0].isdisjoint(asked[1])
+    task = learnt.make_task(0)
+    assert [learnt.grade(task, answer) for answer in ("Rome", "It is Rome.", "Paris")] == [1, 1 / 3, 0]
