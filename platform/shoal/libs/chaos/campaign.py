@@ -23,7 +23,7 @@ import psutil
 from shoal.errors import RunError
 from shoal.extend.cluster import end_programs, find_marked_processes, start_program
 from shoal.extend.runs import Run, RunKind, load
-from shoal.libs.chaos.plan import ROLES, Fault, Kind
+from shoal.libs.chaos.plan import ROLES, Fault
 from shoal.libs.chaos.promises import (
     Finding,
     check_accounts,
@@ -89,7 +89,7 @@ class Campaign:
         self._log = folder / f"{uuid.uuid4().hex[:12]}.log"
         self._tell = tell
         self._mark = uuid.uuid4().hex
-        self._remedies: list[tuple[float, psutil.Process, Kind]] = []  # what ends by itself, and when
+        self._remedies: list[tuple[float, psutil.Process, str]] = []  # what ends by itself, and when
         self._strikes: list[Strike] = []
 
     def run(self) -> CampaignResult:
@@ -172,11 +172,12 @@ class Campaign:
 
     def _check_end(self, program: subprocess.Popen[bytes], run: Run) -> Finding:
         is_orderly = program.returncode in ORDERLY and run.status.is_complete
-        evidence = f"status {program.returncode}, the record says: {run.status.value}"
-        return Finding("the run ends in order", is_orderly, f"{evidence}{f' ({run.error})' if run.error else ''}")
+        why = (run.error or "").partition("\n")[0]
+        evidence = f"status {program.returncode}, the record says: {run.status.value} {why}"
+        return Finding("the run ends in order", is_orderly, evidence.rstrip())
 
 
-def inject(process: psutil.Process, kind: Kind) -> None:
+def inject(process: psutil.Process, kind: str) -> None:
     """Begin a fault. A full disk is one on which no file of the process grows."""
     match kind:
         case "kill":
@@ -188,7 +189,7 @@ def inject(process: psutil.Process, kind: Kind) -> None:
             process.rlimit(LIMITS[kind], (most, process.rlimit(LIMITS[kind])[1]))
 
 
-def remedy(process: psutil.Process, kind: Kind) -> None:
+def remedy(process: psutil.Process, kind: str) -> None:
     """End a fault that lasts."""
     if kind == "pause":
         process.resume()
