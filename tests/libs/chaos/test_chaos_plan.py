@@ -58,7 +58,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             recorder.record_weights(version, step, "0" * 64, published_at=100.0 + version)
         for step, loss in [(10, 0.5), (20, 0.25)]:
             recorder.log(step, {"train/loss": loss})
-        recorder.record_event("checkpoint", step=20)
         recorder.record_event("restored", step=20)
     ledger = Ledger(recorder.folder / "ledger.sqlite")
     for seq in range(4):
@@ -71,7 +70,12 @@ def test_promises_that_were_kept_have_their_evidence(run: Run) -> None:
     dropped_at_the_crash = Ledger(run.folder / "ledger.sqlite")  # all that was queued
     assert dropped_at_the_crash.get_account(KEY).dropped[DropReason.GATEWAY_CRASH] == 4
     dropped_at_the_crash.close()
-    found = [*check_accounts(run), *check_versions(run), *check_checkpoints(run), check_losses(run, run, "train/loss")]
+    found = [
+        *check_accounts(run),
+        *check_versions(run),
+        *check_checkpoints(run, [(run.created_at, 20)]),
+        check_losses(run, run, "train/loss"),
+    ]
     assert [each.is_held for each in found] == [True] * 4
     assert found[0].evidence == "received 4 = learned 0 + dropped 4 {'gateway_crash': 4}"
 
@@ -97,5 +101,5 @@ def test_a_version_that_comes_twice_and_a_step_that_is_lost_are_found(run: Run) 
         connection.execute("UPDATE versions SET time = time + 100 WHERE version = 2")
         connection.execute("""UPDATE events SET details = '{"step": 19}' WHERE kind = 'restored'""")
     assert not next(check_versions(run)).is_held
-    (finding,) = check_checkpoints(run)
+    (finding,) = check_checkpoints(run, [(run.created_at, 20)])
     assert finding.evidence == "step 20 was saved, and step 19 restored"

@@ -43,26 +43,33 @@ COUNTS: dict[str, Callable[[Run], float]] = {
     "segments": lambda run: run.latest().get("segments/received", 0),
     "versions": lambda run: run.num_versions(),
     "step": lambda run: run.query("SELECT ifnull(max(step), 0) FROM metrics WHERE run = :run")[0][0],
-    "checkpoints": lambda run: len(run.list_events("checkpoint")),
 }
 
 
 @dataclass
 class Strike:
-    """A fault that has struck. count: of its clock, as it was then; pid: of the process, 0 where there was none"""
+    """A fault that has struck.
+
+    count: of its clock, as it was then
+    at:    Unix time
+    pid:   of the process, 0 where there was none
+    saved: the step of the newest checkpoint; -1: there was none
+    """
 
     fault: Fault
     count: int
-    seconds: float
+    at: float
     pid: int
+    saved: int
 
 
 @dataclass
 class CampaignResult:
-    """What a campaign has found. missed: faults whose event never came"""
+    """What a campaign has found. began_at: Unix time; missed: faults whose event never came"""
 
     run_id: str
     status: str
+    began_at: float
     seconds: float
     strikes: list[Strike] = field(default_factory=list)
     missed: list[Fault] = field(default_factory=list)
@@ -91,6 +98,8 @@ class Campaign:
         self._mark = uuid.uuid4().hex
         self._remedies: list[tuple[float, psutil.Process, str]] = []  # what ends by itself, and when
         self._strikes: list[Strike] = []
+        self._saved = -1
+        self._num_saved = 0
 
     def run(self) -> CampaignResult:
         """Raises RunError for a run that never began."""
@@ -105,9 +114,15 @@ class Campaign:
             stall = self._follow(program, run)
             run = run.reload()
             findings = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
-            findings += check_checkpoints(run)
+            findings += check_checkpoints(run, [(each.at, each.saved) for each in self._strikes])
             return CampaignResult(
-                run.id, run.status.value, time.monotonic() - began_s, self._strikes, self._waiting, findings
+                run.id,
+                run.status.value,
+                run.created_at,
+                time.monotonic() - began_s,
+                self._strikes,
+                self._waiting,
+                findings,
             )
         finally:
             self._remedy(everything=True)
@@ -131,25 +146,30 @@ class Campaign:
 
     def _follow(self, program: subprocess.Popen[bytes], run: Run) -> Iterator[Finding]:
         """Strike until the run has ended; a finding where it has stopped without an end."""
-        began_s = moved_s = time.monotonic()
+        moved_s = time.monotonic()
         counts: dict[str, int] = {}
         while program.poll() is None:
             time.sleep(POLL_S)
             now_s = time.monotonic()
-            seen = {name: int(COUNTS[name](run)) for name in {"step", *(each.clock for each in self._waiting)}}
+            seen = {name: int(read(run)) for name, read in COUNTS.items()}
+            newest = max(map(_read_step, run.folder.glob("checkpoints/step-*")), default=-1)
+            if newest > self._saved:
+                self._saved = newest
+                self._num_saved += 1
+            seen["checkpoints"] = self._num_saved
             if any(seen[name] > counts.get(name, -1) for name in seen):
                 moved_s = now_s
             counts |= seen
             self._remedy()
             for fault in [each for each in self._waiting if counts[each.clock] >= each.at]:
                 self._waiting.remove(fault)
-                self._strike(fault, counts[fault.clock], now_s - began_s)
+                self._strike(fault, counts[fault.clock])
             if now_s - moved_s > STALL_S:
                 self._tell("the run has stopped: it is ended")
                 return iter([Finding("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")])
         return iter(())
 
-    def _strike(self, fault: Fault, count: int, seconds: float) -> None:
+    def _strike(self, fault: Fault, count: int) -> None:
         pattern = re.compile(ROLES[fault.target])
         found = find_marked_processes(MARK, self._mark)
         victims = sorted((each for each in found if pattern.search(_describe(each))), key=_get_age)
@@ -161,7 +181,7 @@ class Campaign:
                 inject(victim, fault.kind)
                 if fault.seconds:
                     self._remedies.append((time.monotonic() + fault.seconds, victim, fault.kind))
-        self._strikes.append(Strike(fault, count, round(seconds, 2), pid))
+        self._strikes.append(Strike(fault, count, time.time(), pid, self._saved))
         self._tell(f"{fault}: {f'process {pid}, at {count:,}' if pid else 'there is none now'}")
 
     def _remedy(self, everything: bool = False) -> None:
@@ -196,6 +216,10 @@ def remedy(process: psutil.Process, kind: str) -> None:
     else:
         _, highest = process.rlimit(LIMITS[kind])
         process.rlimit(LIMITS[kind], (highest, highest))
+
+
+def _read_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _describe(process: psutil.Process) -> str:

@@ -34,8 +34,10 @@ def chaos() -> None:
 
 
 def _show(shown: Mapping[str, Any]) -> Iterator[object]:
-    struck = [[str(Fault(**each["fault"])), f"{each['count']:,}", f"{each['seconds']:.1f}", str(each["pid"] or "-")]
-              for each in shown["strikes"]]  # fmt: skip
+    struck = []
+    for each in shown["strikes"]:
+        seconds = each["at"] - shown["began_at"]
+        struck.append([str(Fault(**each["fault"])), f"{each['count']:,}", f"{seconds:.1f}", str(each["pid"] or "-")])
     yield render_table(Panel(title="faults", header=("fault", "count", "after s", "process"), rows=struck))
     if shown["missed"]:
         yield f"{len(shown['missed'])} faults never came: the run ended before their events"

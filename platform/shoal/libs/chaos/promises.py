@@ -60,21 +60,20 @@ def check_versions(run: Run) -> Iterator[Finding]:
         yield Finding("versions only grow", not wrong, "; ".join(wrong[:3]) or told)
 
 
-def check_checkpoints(run: Run) -> Iterator[Finding]:
-    """After each loss of workers a training run goes on from its newest checkpoint."""
-    newest = -1
+def check_checkpoints(run: Run, saved: Sequence[tuple[float, int]]) -> Iterator[Finding]:
+    """After each loss of workers a run goes on from a checkpoint that is as new as the newest one was.
+
+    saved: by Unix time, the step of the newest checkpoint, as it was seen at each fault
+    """
+    restored = [each for each in run.read_events() if each.kind == "restored"]
     wrong: list[str] = []
-    num_losses = 0
-    for kind, details in run.list_events("checkpoint", "restored"):
-        if kind == "checkpoint":
-            newest = max(newest, details["step"])
-            continue
-        num_losses += 1
-        if details["step"] < newest:
-            wrong.append(f"step {newest:,} was saved, and step {details['step']:,} restored")
-    if num_losses:
-        told = f"{num_losses} times restored, none behind the newest checkpoint"
-        yield Finding("no step lost beyond the checkpoint", not wrong, "; ".join(wrong) or told)
+    for event in restored:
+        newest = max((step for at, step in saved if at <= event.time), default=-1)
+        if event.details["step"] < newest:
+            wrong.append(f"step {newest:,} was saved, and step {event.details['step']:,} restored")
+    if restored:
+        told = f"{len(restored)} times restored, none behind the newest checkpoint"
+        yield Finding("no step lost beyond the checkpoint", not wrong, "; ".join(wrong[:3]) or told)
 
 
 def check_losses(run: Run, undisturbed: Run, metric: str) -> Finding:
