@@ -20,9 +20,12 @@ from typing import Any
 
 import psutil
 
+from shoal.client.discovery import INFERENCE_KIND
 from shoal.errors import RunError
 from shoal.extend.cluster import end_programs, find_marked_processes, start_program
 from shoal.extend.runs import Run, RunKind, load
+from shoal.home import load_access_token
+from shoal.libs.chaos.caller import EndpointCaller
 from shoal.libs.chaos.plan import ROLES, Fault
 from shoal.libs.chaos.promises import (
     Finding,
@@ -98,6 +101,7 @@ class Campaign:
         self._mark = uuid.uuid4().hex
         self._remedies: list[tuple[float, psutil.Process, str]] = []  # what ends by itself, and when
         self._strikes: list[Strike] = []
+        self._callers: dict[str, EndpointCaller] = {}
         self._saved = -1
         self._num_saved = 0
 
@@ -114,6 +118,9 @@ class Campaign:
             stall = self._follow(program, run)
             run = run.reload()
             findings = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
+            live = {int(row[0]) for row in run.query("SELECT version FROM versions WHERE run = :run")}
+            for caller in self._callers.values():
+                findings += caller.check(live)
             findings += check_checkpoints(run, [(each.at, each.saved) for each in self._strikes])
             return CampaignResult(
                 run.id,
@@ -125,6 +132,7 @@ class Campaign:
                 findings,
             )
         finally:
+            self._close_callers()
             self._remedy(everything=True)
             end_programs([program], GRACE_S)
 
@@ -161,6 +169,7 @@ class Campaign:
                 moved_s = now_s
             counts |= seen
             self._remedy()
+            self._call_endpoints(run)
             for fault in [each for each in self._waiting if counts[each.clock] >= each.at]:
                 self._waiting.remove(fault)
                 self._strike(fault, counts[fault.clock])
@@ -168,6 +177,18 @@ class Campaign:
                 self._tell("the run has stopped: it is ended")
                 return iter([Finding("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")])
         return iter(())
+
+    def _call_endpoints(self, run: Run) -> None:
+        """Ask the endpoints that are ready, and no longer ask those that close."""
+        for each in run.endpoints():
+            if each.kind == INFERENCE_KIND and each.state == "ready" and each.name not in self._callers:
+                self._callers[each.name] = EndpointCaller(each.address, each.name, load_access_token())
+            if each.state == "closed" and each.name in self._callers:
+                self._callers[each.name].close()
+
+    def _close_callers(self) -> None:
+        for caller in self._callers.values():
+            caller.close()
 
     def _strike(self, fault: Fault, count: int) -> None:
         pattern = re.compile(ROLES[fault.target])
