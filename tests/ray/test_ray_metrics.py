@@ -1,6 +1,7 @@
 """What Ray's exporter is told of a replica, and of a run: its metric classes are replaced; there is no cluster."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,30 @@ class FakeGauge:
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         assert description
-        assert tag_keys == ("run", "member")
-        self._name = name
+        self._name, self._tags = name, set(tag_keys)
 
     def set(self, value: float, tags: dict[str, str]) -> None:
-        self.values[self._name, tags["run"], tags["member"]] = value
+        assert set(tags) == self._tags
+        self.values[self._name, tags["run"], tags.get("member", "")] = value
+
+
+class FakeCounter(FakeGauge):
+    """ray.util.metrics.Counter of events."""
+
+    counts: dict[str, float]
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == self._tags == {"run", "kind"}
+        self.counts[tags["kind"]] = self.counts.get(tags["kind"], 0.0) + value
 
 
 @pytest.fixture
 def values(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
     from shoal.runs import ray_gauges
 
-    FakeGauge.values = {}
+    FakeGauge.values, FakeCounter.counts = {}, {}
     monkeypatch.setattr(ray_gauges, "Gauge", FakeGauge)
+    monkeypatch.setattr(ray_gauges, "Counter", FakeCounter)
     return FakeGauge.values
 
 
@@ -131,7 +143,8 @@ def test_the_newest_value_counts_also_one_that_is_not_finite(values: dict[Any, f
     gauges = RunGauges("r", RunKind.TRAINING)
     gauges.publish([(1, 0.0, {"loss": 2.0, "accuracy": 0.5}), (2, 0.0, {"loss": math.nan, "accuracy": 0.6})])
     assert values["shoal_training_accuracy", "r", ""] == 0.6
-    assert math.isnan(values["shoal_training_loss", "r", ""])
+    assert math.isnan(values["shoal_training_loss", "r", ""])  # of which Ray keeps no series
+    assert FakeCounter.counts == {"not_finite": 1.0}
 
 
 def test_values_are_set_again_while_the_run_lives_and_not_once_it_has_ended(
@@ -155,6 +168,25 @@ def test_values_are_set_again_while_the_run_lives_and_not_once_it_has_ended(
     values.clear()
     recorder._flush(heartbeat_after_s=0.0)
     assert values == {}
+
+
+def test_what_a_run_has_met_is_counted_and_its_newest_checkpoint_has_its_time(
+    values: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with create("train", "task: t\n", "r") as recorder:
+        for _ in range(2):
+            recorder.record_event("checkpoint_failed", step=3, error="the disk is full")
+        for step, at in [(3, 1000.0), (6, 2000.0)]:
+            folder = recorder.folder / "checkpoints" / f"step-{step:09}"
+            folder.mkdir(parents=True)
+            os.utime(folder, (at, at))
+        recorder.finish(Status.FAILED, "the disk is full")
+    assert FakeCounter.counts == {"checkpoint_failed": 2.0, "failed": 1.0}
+    assert values["shoal_run_checkpoint_timestamp_seconds", "r", ""] == 2000.0
 
 
 def test_a_run_with_very_many_metrics_exports_some(values: dict[Any, float], caplog: pytest.LogCaptureFixture) -> None:

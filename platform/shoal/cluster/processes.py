@@ -33,7 +33,12 @@ _SERVERS = ("raylet", "gcs_server", "ray::RuntimeEnvAgent", "shoal.cluster.ray_h
 
 
 def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Process]:
-    """The living processes of the cluster, without the caller.
+    """The living processes of the cluster, without the caller: see `find_marked_processes`."""
+    return find_marked_processes(CLUSTER_ID_VARIABLE, cluster_id, temp_dir)
+
+
+def find_marked_processes(variable: str, value: str, temp_dir: Path | None = None) -> list[psutil.Process]:
+    """The living processes that have a mark in their environment, without the caller.
 
     A long process title overwrites the environment that the kernel shows (as in Ray's dashboard modules). Two more
     proofs count: descent from a marked process, and a Ray process with an open file of `temp_dir`.
@@ -45,9 +50,9 @@ def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Proce
             if _has_exited(process):
                 continue
             children[process.ppid()].append(process)
-            is_marked = _read_environment(process).get(CLUSTER_ID_VARIABLE) == cluster_id
-            if is_marked or (
-                process.name().startswith("ray")
+            if _read_environment(process).get(variable) == value or (
+                temp_dir is not None
+                and process.name().startswith("ray")
                 and any(file.path.startswith(f"{temp_dir}/") for file in process.open_files())
             ):
                 own.append(process)

@@ -43,7 +43,9 @@ class LearnerSpec(Spec):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
     num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
-    max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
+    max_restarts: int = Field(
+        default=3, ge=0, description="of the gateway and of the learner, until the next segment is learnt"
+    )
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # torch's range
 
     @model_validator(mode="after")

@@ -49,6 +49,7 @@ from shoal.rl.gateway.zmq_listener import (
     require_reachable_gateway,
     resolve_reachable_host,
 )
+from shoal.rl.restart_limit import RestartLimit
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
 from shoal.runs.waits import print_line
@@ -275,7 +276,9 @@ class ActorLearnerWorkers:
             raise ConfigError("learner.device", "cuda", problem, "use learner.device=cpu, or a cluster with GPUs")
         self._store = start_weight_store(setting.run_id, placement)
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
-        options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
+        most = spec.learner.max_restarts
+        options: dict[str, Any] = {"namespace": NAMESPACE, "max_restarts": -1 if most else 0}
+        self._restart_limit = RestartLimit(most, START_TIMEOUT_S)
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
             name=_gateway_name(setting.run_id), **placement, **options
         ).remote(spec, setting)
@@ -322,7 +325,9 @@ class ActorLearnerWorkers:
 
     def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""
-        return self._call_or_none(self._gateway, "stats"), self._call_or_none(self._learner, "stats")
+        gateway, learner = self._call_or_none(self._gateway, "stats"), self._call_or_none(self._learner, "stats")
+        self._restart_limit.check(time.monotonic(), gateway=gateway, learner=learner)
+        return gateway, learner
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._call_or_none(self._gateway, "take_events") or []

@@ -4,6 +4,10 @@ Called by the recorder's thread, in the process of a job's driver. The metric `t
 gauge `ray_shoal_training_train_loss{run="ID"}`: Ray adds the prefix `ray_` and its own labels. The label `member` is
 the trial, the actor or the opponent of a value, and empty for those of the run.
 
+Beside them are what a run has met, `ray_shoal_run_events_total{run="ID", kind="checkpoint_failed"}`, and the time of
+its newest checkpoint, `ray_shoal_run_checkpoint_timestamp_seconds`. Among the kinds are the state in which it ends, and
+`not_finite` for each such value.
+
 Ray drops a value that is not finite, and one that was not set again for two of its report intervals. So the recorder
 sets all of them with each heartbeat, and the series of a run end with it, however it ends.
 """
@@ -13,8 +17,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable
+from math import isfinite
 
-from ray.util.metrics import Gauge
+from ray.util.metrics import Counter, Gauge
 
 from shoal.runs.record.metric_mirror import LogEntry
 from shoal.runs.run_kind import RunKind
@@ -44,6 +49,16 @@ class RunGauges:
         self._gauges: dict[str, Gauge] = {}
         self._seen: set[tuple[str, str]] = set()
         self._newest: dict[str, float] = {}
+        self._events = Counter("shoal_run_events_total", "events of a run", ("run", "kind"))
+        self._checkpoint = Gauge("shoal_run_checkpoint_timestamp_seconds", "the newest checkpoint", ("run",))
+
+    def count_events(self, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            self._events.inc(1.0, {"run": self._run_id, "kind": kind})
+
+    def set_checkpoint(self, at: float) -> None:
+        """at: Unix time of the newest one"""
+        self._checkpoint.set(at, {"run": self._run_id})
 
     def publish(self, entries: Iterable[LogEntry], groups: Collection[str] = ()) -> None:
         """Set each metric to its newest value, also those without a new one.
@@ -54,6 +69,7 @@ class RunGauges:
         self._newest = {name: value for name, value in self._newest.items() if not name.startswith(gone)}
         for _, _, values in entries:
             self._newest |= values
+            self.count_events(["not_finite"] * sum(not isfinite(each) for each in values.values()))
         for metric, value in self._newest.items():
             name, member = name_gauge(self._kind, metric)
             if (name, member) not in self._seen:

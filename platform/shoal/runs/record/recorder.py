@@ -56,6 +56,7 @@ _INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) 
 _INSERT_VERSION = "INSERT OR REPLACE INTO versions (run, version, step, time, sha256) VALUES (?, ?, ?, ?, ?)"
 _END = "UPDATE runs SET status = ?, finished_at = ?, error = ? WHERE number = ?"
 INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
+_KIND = {INSERT_EVENT: 2, _END: 0}  # where the row of a statement has what counts as an event: its kind, or the state
 _INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliases) VALUES (?, ?, ?, ?, ?)"
 _INSERT_ENDPOINT = "INSERT OR REPLACE INTO endpoints (run, name, kind, address, state, time) VALUES (?, ?, ?, ?, ?, ?)"
 
@@ -333,6 +334,9 @@ class RunRecorder:
 
             self._gauges = RunGauges(self.id, self._kind)
         self._gauges.publish([*pending.logged, *pending.shown, *pending.groups.values()], pending.groups)
+        self._gauges.count_events(str(row[_KIND[statement]]) for statement, row in pending.others if statement in _KIND)
+        if saved := [path.stat().st_mtime for path in self.folder.glob("checkpoints/step-*")]:
+            self._gauges.set_checkpoint(max(saved))
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection
