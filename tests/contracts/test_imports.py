@@ -146,7 +146,7 @@ ORDER: dict[str, list[set[str]]] = {
     "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
         {"local_loop", "ray_workers"},
-        {"first_game"},
+        {"first_game", "restart_limit"},
         {"learner", "learner_replica"},
         {"batch_checks", "batch_lease", "pausable_loop", "published_versions"},
         {"gateway", "algorithms"},

@@ -21,7 +21,7 @@ class RestartLimit:
         self._patience_s = patience_s
         self._num_learnt = 0
         self._pids: dict[str, int] = {}
-        self._heard_s: dict[str, float] = {}
+        self._answered_s: dict[str, float] = {}
         self._restarts = Counter[str]()
 
     def check(self, now_s: float, **stats: Mapping[str, Any] | None) -> None:
@@ -32,10 +32,10 @@ class RestartLimit:
             self._restarts.clear()
         for name, found in stats.items():
             if found is None:
-                if now_s - self._heard_s.setdefault(name, now_s) > self._patience_s:
+                if now_s - self._answered_s.setdefault(name, now_s) > self._patience_s:
                     raise ClusterError(f"the {name} has not come back for {self._patience_s:g} s")
                 continue
-            self._heard_s[name] = now_s
+            self._answered_s[name] = now_s
             if self._pids.setdefault(name, found["pid"]) != found["pid"]:
                 self._pids[name] = found["pid"]
                 self._restarts[name] += 1

@@ -89,19 +89,19 @@ class RecentDeltas:
         """The newest version has come without one."""
         self._deltas.clear()
 
-    def find(self, held: str, snapshot: WeightSnapshot) -> Sequence[WeightDelta] | WeightSnapshot:
+    def find(self, known: str, snapshot: WeightSnapshot) -> Sequence[WeightDelta] | WeightSnapshot:
         """What leads from the payload with this SHA-256 to a version; the version where nothing does."""
         deltas = list(self._deltas)
-        first = max((at for at, each in enumerate(deltas) if each.base == held), default=len(deltas))
+        first = max((at for at, each in enumerate(deltas) if each.base == known), default=len(deltas))
         chain = deltas[first:]
         return chain if chain and chain[-1].version == snapshot.version else snapshot
 
 
-def follow_deltas(held: WeightSnapshot | None, found: Sequence[WeightDelta] | WeightSnapshot) -> WeightSnapshot:
-    """The version that was found. Raises WeightsError where it does not follow from the one that is held."""
+def follow_deltas(known: WeightSnapshot | None, found: Sequence[WeightDelta] | WeightSnapshot) -> WeightSnapshot:
+    """The version that was found. Raises WeightsError where it does not follow from the one that is known."""
     if isinstance(found, WeightSnapshot):
         return found
-    assert held is not None
+    assert known is not None
     for delta in found:
-        held = delta.apply(held)
-    return held
+        known = delta.apply(known)
+    return known

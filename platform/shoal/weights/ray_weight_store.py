@@ -66,16 +66,16 @@ class WeightStoreWorker:
         return self._store.version
 
     async def wait_newer(
-        self, than: int, timeout_s: float, follows_hold: bool = False, held: str = ""
+        self, than: int, timeout_s: float, follows_hold: bool = False, known: str = ""
     ) -> Sequence[WeightDelta] | WeightSnapshot | None:
-        """held: SHA-256 of a payload that the caller has"""
+        """known: SHA-256 of a payload that the caller has"""
         try:
             async with asyncio.timeout(timeout_s):
                 while (snapshot := self._store.wait_newer(than, 0.0, follows_hold)) is None:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return self._deltas.find(held, snapshot)
+        return self._deltas.find(known, snapshot)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -101,7 +101,7 @@ class RayWeightSource:
 
     def __init__(self, store: ActorHandle, follows_hold: bool = False) -> None:
         self._store, self._follows_hold = store, follows_hold
-        self._held: WeightSnapshot | None = None  # the last one, to which changes apply
+        self._known: WeightSnapshot | None = None  # the last one, to which changes apply
 
     def latest(self) -> WeightSnapshot | None:
         return self.wait_newer(0, 0.0)
@@ -110,8 +110,8 @@ class RayWeightSource:
         limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
         self.is_reachable = True
         try:
-            held = self._held.sha256 if self._held is not None else ""
-            found = ray.get(self._store.wait_newer.remote(than, timeout_s, self._follows_hold, held), timeout=limit_s)
+            known = self._known.sha256 if self._known is not None else ""
+            found = ray.get(self._store.wait_newer.remote(than, timeout_s, self._follows_hold, known), timeout=limit_s)
         except AWAY:
             self.is_reachable = False
             time.sleep(pause_s)  # a dead store answers at once, and the caller must not spin
@@ -119,12 +119,12 @@ class RayWeightSource:
         if found is None:
             return None
         try:
-            self._held = follow_deltas(self._held, found)
+            self._known = follow_deltas(self._known, found)
         except WeightsError as error:
             logger.warning("the weights are fetched as a whole: %s", error)
-            self._held = None
+            self._known = None
             return self.wait_newer(than, timeout_s)
-        return self._held
+        return self._known
 
 
 class RayWeightPublisher(WeightPublisher):

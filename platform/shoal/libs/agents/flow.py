@@ -28,7 +28,7 @@ from shoal.extend.runs import RunRecorder, Status, print_line
 from shoal.extend.serve import EndpointModel, EndpointSpec, LiveModel, ModelOptions, TextOptions
 from shoal.home import load_access_token
 from shoal.libs.agents.metrics import AgentsMetrics
-from shoal.libs.agents.model import ModelDescription, describe, register
+from shoal.libs.agents.model import AgentsModel, describe, register
 from shoal.libs.agents.setting import check, make_setting
 from shoal.libs.agents.spec import AgentsSpec
 
@@ -85,7 +85,7 @@ class AgentsRun:
             self._start_driver(token, closing)
 
     @cached_property
-    def _model(self) -> ModelDescription:
+    def _model(self) -> AgentsModel:
         return describe(self.spec.text_algorithm)
 
     def _deploy(self, token: str, closing: ExitStack) -> None:

@@ -61,7 +61,7 @@ def open_pretrained(algorithm: PolicyGradientTextConfig) -> PretrainedModel:
     return PretrainedModel(algorithm, config, tokenizer, tuple(sorted(stops)))
 
 
-class ModelDescription(NamedTuple):
+class AgentsModel(NamedTuple):
     """Of a run's versions: the network without their weights, and what the registry has beside them."""
 
     factory: ModelFactory
@@ -69,17 +69,17 @@ class ModelDescription(NamedTuple):
     registration: Registration
 
 
-def describe(config: PolicyGradientTextConfig) -> ModelDescription:
+def describe(config: PolicyGradientTextConfig) -> AgentsModel:
     """The model as endpoints and the registry have it; of adapters, the base is registered, if it is not yet."""
     task = make_task(CAUSAL_LM, config.task_args)
     registration, signature = task.registration(), task.signature()
     assert registration is not None
     assert signature is not None
     kwargs = {"task": CAUSAL_LM, "args": dict(registration.args or {})}
-    return ModelDescription(ModelFactory(factory=f"{build.__module__}:build", kwargs=kwargs), signature, registration)
+    return AgentsModel(ModelFactory(factory=f"{build.__module__}:build", kwargs=kwargs), signature, registration)
 
 
-def register(description: ModelDescription, name: str, snapshot: WeightSnapshot) -> ModelVersion:
+def register(description: AgentsModel, name: str, snapshot: WeightSnapshot) -> ModelVersion:
     """Register weights as a version of `name`, with its tokenizer; adapters as those of their base."""
     factory, signature, registration = description
     return Registry().register(

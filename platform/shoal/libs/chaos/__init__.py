@@ -7,5 +7,4 @@ LIBRARY = Library(
     verbs={
         "chaos": ("shoal.libs.chaos.command:chaos", "Break a run on purpose, and see whether it keeps its promises."),
     },
-    heading="watch",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.client import Client, ConfigError, ConnectionLost, InferenceError
-from shoal.libs.chaos.promises import Finding
+from shoal.libs.chaos.promises import Promise
 
 NUM_QUESTIONS = 8
 NUM_RETRIES = 8
@@ -43,15 +43,15 @@ class EndpointCaller:
         self._thread.join()
         self._client.close()
 
-    def check(self, live: Collection[int]) -> Iterator[Finding]:
+    def check(self, live: Collection[int]) -> Iterator[Promise]:
         """live: the versions that were published or promoted"""
         never = sorted({version for version, _ in self._known} - {*live})
         wrong = [*self._wrong, *(f"version {each} was never live" for each in never)]
         told = f"{self._num_answers:,} answers of {len({version for version, _ in self._known})} versions"
-        yield Finding("no answer mixed, doubled, or of a version that was never live", not wrong,
+        yield Promise("no answer mixed, doubled, or of a version that was never live", not wrong,
                       "; ".join(wrong[:3]) or told)  # fmt: skip
         lost = "; ".join(f"{num} times {problem}" for problem, num in self._failures.most_common(3))
-        yield Finding("no answer lost", not self._failures, lost or f"all {self._num_asked:,} requests were answered")
+        yield Promise("no answer lost", not self._failures, lost or f"all {self._num_asked:,} requests were answered")
 
     def _run(self) -> None:
         questions: list[dict[str, np.ndarray]] = []

@@ -28,7 +28,7 @@ from shoal.home import load_access_token
 from shoal.libs.chaos.caller import EndpointCaller
 from shoal.libs.chaos.plan import ROLES, Fault
 from shoal.libs.chaos.promises import (
-    Finding,
+    Promise,
     check_accounts,
     check_checkpoints,
     check_leftovers,
@@ -45,7 +45,7 @@ _RUN_LINE = re.compile(rb"^run (\S+?):", re.MULTILINE)
 COUNTS: dict[str, Callable[[Run], float]] = {
     "segments": lambda run: run.latest().get("segments/received", 0),
     "versions": lambda run: run.num_versions(),
-    "step": lambda run: run.query("SELECT ifnull(max(step), 0) FROM metrics WHERE run = :run")[0][0],
+    "step": lambda run: run.latest().get("train/step", 0),
 }
 
 
@@ -76,24 +76,27 @@ class CampaignResult:
     seconds: float
     strikes: list[Strike] = field(default_factory=list)
     missed: list[Fault] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    promises: list[Promise] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
-        return all(each.is_held for each in self.findings)
+        return all(each.is_kept for each in self.promises)
 
 
 class Campaign:
-    """words: of `shoal run`; draw: the faults of a run of its kind; folder: of its output; tell: takes a line"""
+    """overrides: the job and its fields, as `shoal run` takes them; draw: the faults of a run of its kind
+
+    folder: of its output; tell: takes a line
+    """
 
     def __init__(
         self,
-        words: Sequence[str],
+        overrides: Sequence[str],
         draw: Callable[[RunKind], Sequence[Fault]],
         folder: Path,
         tell: Callable[[str], None],
     ) -> None:
-        self._words = words
+        self._overrides = overrides
         self._draw = draw
         self._waiting: list[Fault] = []
         self._log = folder / f"{uuid.uuid4().hex[:12]}.log"
@@ -109,7 +112,7 @@ class Campaign:
         """Raises RunError for a run that never began."""
         environment = {**os.environ, MARK: self._mark}
         began_s = time.monotonic()
-        command = [sys.executable, "-m", "shoal", "run", *self._words, "--address", "local", "--plain"]
+        command = [sys.executable, "-m", "shoal", "run", *self._overrides, "--address", "local", "--plain"]
         program = start_program(command, self._log, environment)
         try:
             run = self._find_run(program)
@@ -117,11 +120,11 @@ class Campaign:
             self._tell(f"run {run.id} is struck by {len(self._waiting)} faults")
             stall = self._follow(program, run)
             run = run.reload()
-            findings = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
-            live = {int(row[0]) for row in run.query("SELECT version FROM versions WHERE run = :run")}
+            promises = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
+            live = run.versions()["version"].tolist()
             for caller in self._callers.values():
-                findings += caller.check(live)
-            findings += check_checkpoints(run, [(each.at, each.saved) for each in self._strikes])
+                promises += caller.check(live)
+            promises += check_checkpoints(run, [(each.at, each.saved) for each in self._strikes])
             return CampaignResult(
                 run.id,
                 run.status.value,
@@ -129,14 +132,14 @@ class Campaign:
                 time.monotonic() - began_s,
                 self._strikes,
                 self._waiting,
-                findings,
+                promises,
             )
         finally:
             self._close_callers()
             self._remedy(everything=True)
             end_programs([program], GRACE_S)
 
-    def find_leftovers(self) -> Finding:
+    def find_leftovers(self) -> Promise:
         """After `run`: what has not ended."""
         end_s = time.monotonic() + GRACE_S
         while (processes := find_marked_processes(MARK, self._mark)) and time.monotonic() < end_s:
@@ -152,8 +155,8 @@ class Campaign:
         last = self._log.read_text(errors="replace").strip().splitlines()[-3:]
         raise RunError(f"the run never began: {' | '.join(last)}")
 
-    def _follow(self, program: subprocess.Popen[bytes], run: Run) -> Iterator[Finding]:
-        """Strike until the run has ended; a finding where it has stopped without an end."""
+    def _follow(self, program: subprocess.Popen[bytes], run: Run) -> Iterator[Promise]:
+        """Strike until the run has ended; a promise where it has stopped without an end."""
         moved_s = time.monotonic()
         counts: dict[str, int] = {}
         while program.poll() is None:
@@ -175,7 +178,7 @@ class Campaign:
                 self._strike(fault, counts[fault.clock])
             if now_s - moved_s > STALL_S:
                 self._tell("the run has stopped: it is ended")
-                return iter([Finding("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")])
+                return iter([Promise("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")])
         return iter(())
 
     def _call_endpoints(self, run: Run) -> None:
@@ -211,11 +214,11 @@ class Campaign:
             with suppress(psutil.Error):
                 remedy(*each[1:])
 
-    def _check_end(self, program: subprocess.Popen[bytes], run: Run) -> Finding:
+    def _check_end(self, program: subprocess.Popen[bytes], run: Run) -> Promise:
         is_orderly = program.returncode in ORDERLY and run.status.is_complete
         why = (run.error or "").partition("\n")[0]
         evidence = f"status {program.returncode}, the record says: {run.status.value} {why}"
-        return Finding("the run ends in order", is_orderly, evidence.rstrip())
+        return Promise("the run ends in order", is_orderly, evidence.rstrip())
 
 
 def inject(process: psutil.Process, kind: str) -> None:

@@ -41,15 +41,15 @@ def _show(shown: Mapping[str, Any]) -> Iterator[object]:
     yield render_table(Panel(title="faults", header=("fault", "count", "after s", "process"), rows=struck))
     if shown["missed"]:
         yield f"{len(shown['missed'])} faults never came: the run ended before their events"
-    held = [["held" if each["is_held"] else "BROKEN", each["promise"], each["evidence"]] for each in shown["findings"]]
-    yield render_table(Panel(title="promises", header=("", "promise", "evidence"), rows=held))
-    if not all(each["is_held"] for each in shown["findings"]):
+    kept = [["kept" if each["is_kept"] else "BROKEN", each["name"], each["evidence"]] for each in shown["promises"]]
+    yield render_table(Panel(title="promises", header=("", "promise", "evidence"), rows=kept))
+    if not all(each["is_kept"] for each in shown["promises"]):
         yield f"again: shoal chaos replay {shown['file']}"
 
 
 @chaos.verb(show=_show, context_settings={"ignore_unknown_options": True})
 def run(
-    words: Annotated[tuple[str, ...], "JOB [WORD]..."],
+    overrides: Annotated[tuple[str, ...], "JOB [WORD]..."],
     *,
     seed: Annotated[NotNegative, "Of the faults: the same seed draws the same ones."] = 0,
     faults: Annotated[Positive, "How many."] = 10,
@@ -74,7 +74,7 @@ def run(
             )
         return draw_faults(seed, faults, MENUS[run_kind], target, kind or KINDS)
 
-    return _strike(words, draw, seed, shorten)
+    return _strike(overrides, draw, seed, shorten)
 
 
 @chaos.verb(show=_show)
@@ -92,39 +92,39 @@ def replay(
     try:
         known = msgspec.json.decode(file.read_bytes())
         listed = [Fault(**each) for each in known["faults"]]
-        words, seed = known["words"], known["seed"]
+        overrides, seed = known["run"], known["seed"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} has no campaign: {error}") from None
-    return _strike(words, lambda _: listed, seed, shorten)
+    return _strike(overrides, lambda _: listed, seed, shorten)
 
 
-def _strike(words: Sequence[str], draw: Any, seed: int, shorten: int) -> dict[str, Any]:
+def _strike(overrides: Sequence[str], draw: Any, seed: int, shorten: int) -> dict[str, Any]:
     folder = home() / "chaos"
     make_folder(folder)
 
     def try_faults(draw: Any) -> CampaignResult:
-        campaign = Campaign(words, draw, folder, print_line)
+        campaign = Campaign(overrides, draw, folder, print_line)
         result = campaign.run()
-        result.findings.append(campaign.find_leftovers())
+        result.promises.append(campaign.find_leftovers())
         return result
 
     result = try_faults(draw)
     struck = [*(each.fault for each in result.strikes), *result.missed]
     if shorten and not result.is_clean:
-        broken = {each.promise for each in result.findings if not each.is_held}
+        broken = {each.name for each in result.promises if not each.is_kept}
         left = iter(range(shorten))
 
         def is_violated(fewer: Sequence[Fault]) -> bool:
             if next(left, None) is None:
                 return False
             print_line(f"again with {len(fewer)} of the faults")
-            found = try_faults(lambda _: fewer).findings
-            return any(each.promise in broken and not each.is_held for each in found)
+            found = try_faults(lambda _: fewer).promises
+            return any(each.name in broken and not each.is_kept for each in found)
 
         struck = shrink([each.fault for each in result.strikes], is_violated)
         print_line(f"{len(struck)} faults still break it: {'; '.join(map(str, struck))}")
     file = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}.json"
-    described = {"words": words, "seed": seed, "file": str(file), "faults": [asdict(each) for each in struck]}
+    described = {"run": overrides, "seed": seed, "file": str(file), "faults": [asdict(each) for each in struck]}
     described |= asdict(result)
     replace_synced(file, msgspec.json.format(msgspec.json.encode(described)))
     return described

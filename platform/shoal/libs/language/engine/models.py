@@ -43,9 +43,9 @@ class CausalModel:
         self.module = module.eval().requires_grad_(False)
         self.num_tokens = num_tokens
         self.context = context
-        places = _find_places(self.module)
-        self._places, self._names = [*places.values()], [*places]
-        self._tensors = [layer[key] for layer, key in self._places]
+        entries = _find_entries(self.module)
+        self._entries, self._names = [*entries.values()], [*entries]
+        self._tensors = [layer[key] for layer, key in self._entries]
         self._loaded = [self]  # of the versions that share the network
         self.device = next(module.parameters()).device
         self._is_large = self.device.type == "cpu" and sum(each.numel() for each in module.parameters()) > _LARGE
@@ -58,7 +58,7 @@ class CausalModel:
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         """Logits float32 [len(wanted), num_tokens] of those tokens of the work; fills its cells."""
         if self._loaded[0] is not self:
-            for (layer, key), tensor in zip(self._places, self._tensors, strict=True):
+            for (layer, key), tensor in zip(self._entries, self._tensors, strict=True):
                 layer[key] = tensor
             self._loaded[0] = self
         return self._compute(work, wanted)
@@ -98,7 +98,7 @@ class CausalModel:
             return taken
         moved = {id(old[name]): each.detach().to(old[name].device, old[name].dtype) for name, each in new.items()}
         version = copy.copy(self)
-        version._tensors = [moved.get(id(each), each) for each in self._tensors]  # a tensor may have several places
+        version._tensors = [moved.get(id(each), each) for each in self._tensors]  # a tensor may have several entries
         return version
 
     def verify(self) -> None:
@@ -213,7 +213,7 @@ def open_model(module: nn.Module) -> CausalModel:
     return model
 
 
-def _find_places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+def _find_entries(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Where a network's layers have its parameters and buffers, by name: a layer's own, and the key there."""
     return {
         ".".join(filter(None, (prefix, key))): (own, key)
