@@ -175,7 +175,7 @@ def test_the_runs_sampling_wins(run: LocalLoop, url: str) -> None:
     session = open_session(url, group=f"g{next(GROUPS)}", group_size=2)
     chat(session, "ab", temperature=0, top_p=0.5)
     assert count() == before + 1
-    chat(session, "ab")
+    chat(session, "ab")  # without a wish
     assert count() == before + 1
 
 

@@ -133,6 +133,8 @@ def load_environment(name: str) -> AgentEnvironment:
         found = load_reference(name)
         is_complete = hasattr(found, "make_task")
         tasks: Any = None if is_complete else load_reference(f"{module}:tasks")
+        if not (is_complete or callable(tasks) or tasks):
+            raise ValueError("its `tasks` are empty")
     except ValueError as error:
         remedy = "name a function (task, answer) -> reward of a file that has `tasks` too, or reasoning_gym:DATASET"
         raise ConfigError("env", name, str(error), remedy) from None

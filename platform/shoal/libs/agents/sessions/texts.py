@@ -159,7 +159,7 @@ def _apply_rules(request: TextRequest, session: AgentSession, service: SessionSe
     if not session.trains:
         return request, "eval"
     sampling = replace(PLAIN, temperature=service.algorithm.temperature)
-    if replace(request.sampling, seed=None) != sampling:
+    if replace(request.sampling, seed=None) not in (PLAIN, sampling):  # a client without a wish has the API's default
         service.counts["sampling_overridden"] += 1
     request = replace(request, sampling=sampling, behaviour=sampling != PLAIN)
     return request, "sampling" if request.grammar is not None else ""
