@@ -154,7 +154,7 @@ def count_out_of_order(folder: Path) -> int:
                 if not loop.gateway.stats()["sessions"]["waiting"]:
                     break
             wait([*waiting])
-    admitted = [int(each.group_name) for each in SessionRecords(folder).list_all()[num_taken:]]
+    admitted = [int(each.group) for each in SessionRecords(folder).list_all()[num_taken:]]
     assert len(admitted) == NUM_WAITING
     return sum(earlier > later for earlier, later in itertools.pairwise(admitted))
 

@@ -43,8 +43,9 @@ def _show(shown: Mapping[str, Any]) -> Iterator[object]:
         yield f"{len(shown['missed'])} faults never came: the run ended before their events"
     kept = [["kept" if each["is_kept"] else "BROKEN", each["name"], each["evidence"]] for each in shown["promises"]]
     yield render_table(Panel(title="promises", header=("", "promise", "evidence"), rows=kept))
-    if not all(each["is_kept"] for each in shown["promises"]):
-        yield f"again: shoal chaos replay {shown['file']}"
+    broken = [each["name"] for each in shown["promises"] if not each["is_kept"]]
+    if broken:
+        raise RunError(f"{len(broken)} of its promises were broken: again by `shoal chaos replay {shown['file']}`")
 
 
 @chaos.verb(show=_show, context_settings={"ignore_unknown_options": True})
