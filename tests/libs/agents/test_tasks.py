@@ -160,13 +160,11 @@ def test_without_reasoning_gym_its_extra_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tutorial_measures_by_tasks_that_were_not_learnt(write: Callable[[str, str], str]) -> None:
-    path = write("capitals", read_files("tutorials/agents.md")["capitals.py"])
+    path = write("sorter", read_files("tutorials/agents.md")["sorter.py"])
     learnt, held_out = load_environment(f"{path}:grade"), load_environment(f"{path}:held_out")
-    asked = [
-        {held_out.make_task(seed).encode() for seed in range(15)},
-        {learnt.make_task(seed).encode() for seed in range(32)},
-    ]
-    assert [len(each) for each in asked] == [15, 32]
-    assert asked[0].isdisjoint(asked[1])
-    task = learnt.make_task(0)
-    assert [learnt.grade(task, answer) for answer in ("Rome", "It is Rome.", "Paris")] == [1, 1 / 3, 0]
+    asked = [{each.make_task(seed).encode() for seed in range(200)} for each in (held_out, learnt)]
+    assert min(map(len, asked)) > 190
+    assert len(asked[0] & asked[1]) < 3  # of 100,000 that there are
+    task = held_out.make_task(0)
+    right = task.data["answer"]
+    assert [held_out.grade(task, answer) for answer in (right, right[:4], f"{right}{right}", "")] == [1, 0.8, 0.5, 0]
