@@ -88,7 +88,6 @@ def make_batch(rows: list[Answer], config: PolicyGradientTextConfig) -> Experien
                 np.array(row["logprobs"], np.float32),
                 np.ones(len(row["tokens"]), np.int64),
                 (0,),
-                {},
             )
             segments.append(make_segment(given, row["reward"], float(advantage)))
     return ExperienceBatch.from_segments(0, segments)
