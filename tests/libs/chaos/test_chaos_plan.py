@@ -68,14 +68,14 @@ def test_promises_that_were_kept_have_their_evidence(run: Run) -> None:
         *(*check_accounts(run), *check_versions(run), *check_checkpoints(run, [(run.created_at, 20)])),
         check_metric(run, run, "train/loss"),
     ]
-    assert [each.is_kept for each in found] == [True] * 4
+    assert [each.is_satisfied for each in found] == [True] * 4
     assert found[0].evidence == "received 7, learned 4, queued 0, dropped {'gateway_crash': 3}"
 
 
 def test_a_ledger_that_forgets_a_segment_is_found(run: Run) -> None:
     change_event(run, "accounting", ACCOUNTS | {"consumed": 3})
     (promise,) = check_accounts(run)
-    assert not promise.is_kept
+    assert not promise.is_satisfied
 
 
 def change_event(run: Run, kind: str, details: dict[str, Any]) -> None:
@@ -87,6 +87,6 @@ def test_a_version_that_comes_twice_and_a_step_that_is_lost_are_found(run: Run) 
     with sqlite3.connect(run.folder.parents[1] / "runs.sqlite") as connection:
         connection.execute("UPDATE versions SET time = time + 100 WHERE version = 2")
     change_event(run, "restored", {"step": 19})
-    assert not next(check_versions(run)).is_kept
+    assert not next(check_versions(run)).is_satisfied
     (promise,) = check_checkpoints(run, [(run.created_at, 20)])
     assert promise.evidence == "step 20 was saved, and step 19 restored"

@@ -80,7 +80,7 @@ class CampaignResult:
 
     @property
     def is_clean(self) -> bool:
-        return all(each.is_kept for each in self.promises)
+        return all(each.is_satisfied for each in self.promises)
 
 
 class Campaign:

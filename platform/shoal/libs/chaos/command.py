@@ -41,9 +41,11 @@ def _show(shown: Mapping[str, Any]) -> Iterator[object]:
     yield render_table(Panel(title="faults", header=("fault", "count", "after s", "process"), rows=struck))
     if shown["missed"]:
         yield f"{len(shown['missed'])} faults never came: the run ended before their events"
-    kept = [["kept" if each["is_kept"] else "BROKEN", each["name"], each["evidence"]] for each in shown["promises"]]
+    kept = [
+        ["kept" if each["is_satisfied"] else "BROKEN", each["name"], each["evidence"]] for each in shown["promises"]
+    ]
     yield render_table(Panel(title="promises", header=("", "promise", "evidence"), rows=kept))
-    broken = [each["name"] for each in shown["promises"] if not each["is_kept"]]
+    broken = [each["name"] for each in shown["promises"] if not each["is_satisfied"]]
     if broken:
         raise RunError(f"{len(broken)} of its promises were broken: again by `shoal chaos replay {shown['file']}`")
 
@@ -112,7 +114,7 @@ def _strike(overrides: Sequence[str], draw: Any, seed: int, shorten: int) -> dic
     result = try_faults(draw)
     struck = [*(each.fault for each in result.strikes), *result.missed]
     if shorten and not result.is_clean:
-        broken = {each.name for each in result.promises if not each.is_kept}
+        broken = {each.name for each in result.promises if not each.is_satisfied}
         left = iter(range(shorten))
 
         def is_violated(fewer: Sequence[Fault]) -> bool:
@@ -120,7 +122,7 @@ def _strike(overrides: Sequence[str], draw: Any, seed: int, shorten: int) -> dic
                 return False
             print_line(f"again with {len(fewer)} of the faults")
             found = try_faults(lambda _: fewer).promises
-            return any(each.name in broken and not each.is_kept for each in found)
+            return any(each.name in broken and not each.is_satisfied for each in found)
 
         struck = shrink([each.fault for each in result.strikes], is_violated)
         print_line(f"{len(struck)} faults still break it: {'; '.join(map(str, struck))}")

@@ -15,7 +15,7 @@ class Promise:
     """One, and whether the run has kept it. evidence: the numbers by which one sees it"""
 
     name: str
-    is_kept: bool
+    is_satisfied: bool
     evidence: str
 
 
@@ -65,8 +65,8 @@ def check_metric(run: Run, undisturbed: Run, metric: str) -> Promise:
     wrong = [f"step {step}: {values.get(step)!r}, not {value!r}" for step, value in expected.items()
              if values.get(step) != value]  # fmt: skip
     told = f"{len(expected):,} values of {metric} are equal"
-    is_kept = bool(len(expected)) and not wrong
-    return Promise(f"{metric} equals an undisturbed run's", is_kept, "; ".join(wrong[:3]) or told)
+    is_satisfied = bool(len(expected)) and not wrong
+    return Promise(f"{metric} equals an undisturbed run's", is_satisfied, "; ".join(wrong[:3]) or told)
 
 
 def check_leftovers(processes: Sequence[str], folders: Sequence[Path]) -> Promise:
