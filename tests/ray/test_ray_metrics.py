@@ -144,7 +144,7 @@ def test_the_newest_value_counts_also_one_that_is_not_finite(values: dict[Any, f
     gauges.publish([(1, 0.0, {"loss": 2.0, "accuracy": 0.5}), (2, 0.0, {"loss": math.nan, "accuracy": 0.6})])
     assert values["shoal_training_accuracy", "r", ""] == 0.6
     assert math.isnan(values["shoal_training_loss", "r", ""])  # of which Ray keeps no series
-    assert FakeCounter.counts == {"not_finite": 1.0}
+    assert FakeCounter.counts == {"not_finite loss": 1.0}
 
 
 def test_values_are_set_again_while_the_run_lives_and_not_once_it_has_ended(

@@ -107,6 +107,7 @@ class RayEpisodeService:
 
 SpecT = TypeVar("SpecT", bound=RLSpec)
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
+AWAY_TIMEOUT_S = 1800.0  # for a worker whose node is lost: an autoscaler's machine takes minutes
 FIRST_GAME_TIMEOUT_S = 60.0  # for the start of what waits for one
 USER_TIMEOUT_S = 10.0  # for the answer to a user of the endpoint
 
@@ -278,7 +279,7 @@ class ActorLearnerWorkers:
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         most = spec.learner.max_restarts
         options: dict[str, Any] = {"namespace": NAMESPACE, "max_restarts": -1 if most else 0}
-        self._restart_limit = RestartLimit(most, START_TIMEOUT_S)
+        self._restart_limit = RestartLimit(most, AWAY_TIMEOUT_S)
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
             name=_gateway_name(setting.run_id), **placement, **options
         ).remote(spec, setting)

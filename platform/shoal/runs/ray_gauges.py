@@ -6,7 +6,7 @@ the trial, the actor or the opponent of a value, and empty for those of the run.
 
 Beside them are what a run has met, `ray_shoal_run_events_total{run="ID", kind="checkpoint_failed"}`, and the time of
 its newest checkpoint, `ray_shoal_run_checkpoint_timestamp_seconds`. Among the kinds are the state in which it ends, and
-`not_finite` for each such value.
+`not_finite train/loss` for each such value of a metric: of some it says that there is none now.
 
 Ray drops a value that is not finite, and one that was not set again for two of its report intervals. So the recorder
 sets all of them with each heartbeat, and the series of a run end with it, however it ends.
@@ -69,7 +69,7 @@ class RunGauges:
         self._newest = {name: value for name, value in self._newest.items() if not name.startswith(gone)}
         for _, _, values in entries:
             self._newest |= values
-            self.count_events(["not_finite"] * sum(not isfinite(each) for each in values.values()))
+            self.count_events(f"not_finite {name}" for name, value in values.items() if not isfinite(value))
         for metric, value in self._newest.items():
             name, member = name_gauge(self._kind, metric)
             if (name, member) not in self._seen:

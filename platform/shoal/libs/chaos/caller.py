@@ -47,9 +47,9 @@ class EndpointCaller:
         """live: the versions that were published or promoted"""
         never = sorted({version for version, _ in self._known} - {*live})
         wrong = [*self._wrong, *(f"version {each} was never live" for each in never)]
-        told = f"{self._num_answers:,} answers of {len({version for version, _ in self._known})} versions"
+        evidence = f"{self._num_answers:,} answers of {len({version for version, _ in self._known})} versions"
         yield Promise("no answer mixed, doubled, or of a version that was never live", not wrong,
-                      "; ".join(wrong[:3]) or told)  # fmt: skip
+                      "; ".join(wrong[:3]) or evidence)  # fmt: skip
         lost = "; ".join(f"{num} times {problem}" for problem, num in self._failures.most_common(3))
         yield Promise("no answer lost", not self._failures, lost or f"all {self._num_asked:,} requests were answered")
 

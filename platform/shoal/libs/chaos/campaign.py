@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from shoal.checkpoint.directory import parse_step
 from shoal.client.discovery import INFERENCE_KIND
 from shoal.errors import RunError
 from shoal.extend.cluster import end_programs, find_marked_processes, start_program
@@ -31,7 +32,6 @@ from shoal.libs.chaos.promises import (
     Promise,
     check_accounts,
     check_checkpoints,
-    check_leftovers,
     check_versions,
 )
 
@@ -145,7 +145,7 @@ class Campaign:
         while (processes := find_marked_processes(MARK, self._mark)) and time.monotonic() < end_s:
             time.sleep(POLL_S)
         described = [f"{each.pid} {_describe(each)[:80]}" for each in processes]
-        return check_leftovers(described, [])
+        return Promise("no process is left", not described, "; ".join(described[:5]) or "none")
 
     def _find_run(self, program: subprocess.Popen[bytes]) -> Run:
         while program.poll() is None:
@@ -155,7 +155,7 @@ class Campaign:
         last = self._log.read_text(errors="replace").strip().splitlines()[-3:]
         raise RunError(f"the run never began: {' | '.join(last)}")
 
-    def _follow(self, program: subprocess.Popen[bytes], run: Run) -> Iterator[Promise]:
+    def _follow(self, program: subprocess.Popen[bytes], run: Run) -> list[Promise]:
         """Strike until the run has ended; a promise where it has stopped without an end."""
         moved_s = time.monotonic()
         counts: dict[str, int] = {}
@@ -163,7 +163,7 @@ class Campaign:
             time.sleep(POLL_S)
             now_s = time.monotonic()
             seen = {name: int(read(run)) for name, read in COUNTS.items()}
-            newest = max(map(_read_step, run.folder.glob("checkpoints/step-*")), default=-1)
+            newest = max((parse_step(path.name) for path in run.folder.glob("checkpoints/*")), default=-1)
             if newest > self._saved:
                 self._saved = newest
                 self._num_saved += 1
@@ -178,8 +178,8 @@ class Campaign:
                 self._strike(fault, counts[fault.clock])
             if now_s - moved_s > STALL_S:
                 self._tell("the run has stopped: it is ended")
-                return iter([Promise("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")])
-        return iter(())
+                return [Promise("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")]
+        return []
 
     def _call_endpoints(self, run: Run) -> None:
         """Ask the endpoints that are ready, and no longer ask those that close."""
@@ -240,10 +240,6 @@ def remedy(process: psutil.Process, kind: str) -> None:
     else:
         _, highest = process.rlimit(LIMITS[kind])
         process.rlimit(LIMITS[kind], (highest, highest))
-
-
-def _read_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _describe(process: psutil.Process) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from shoal.extend.runs import Run, RunKind
 
@@ -28,10 +27,10 @@ def check_accounts(run: Run) -> Iterator[Promise]:
     for each in accounts:
         reasons = {reason: num for reason, num in each["dropped"].items() if num}
         num_known = each["consumed"] + each["queued"] + sum(reasons.values())
-        told = (
+        evidence = (
             f"received {each['received']:,}, learned {each['consumed']:,}, queued {each['queued']:,}, dropped {reasons}"
         )
-        yield Promise(name, each["received"] == num_known and each["balanced"], told)
+        yield Promise(name, each["received"] == num_known and each["balanced"], evidence)
 
 
 def check_versions(run: Run) -> Iterator[Promise]:
@@ -39,8 +38,8 @@ def check_versions(run: Run) -> Iterator[Promise]:
     versions = run.versions().sort_values("time")["version"].tolist()
     if versions:
         wrong = [f"{later} after {earlier}" for earlier, later in pairwise(versions) if later <= earlier]
-        told = f"{len(versions):,} versions, {versions[0]:,} to {versions[-1]:,}"
-        yield Promise("versions only grow", not wrong, "; ".join(wrong[:3]) or told)
+        evidence = f"{len(versions):,} versions, {versions[0]:,} to {versions[-1]:,}"
+        yield Promise("versions only grow", not wrong, "; ".join(wrong[:3]) or evidence)
 
 
 def check_checkpoints(run: Run, saved: Sequence[tuple[float, int]]) -> Iterator[Promise]:
@@ -55,8 +54,8 @@ def check_checkpoints(run: Run, saved: Sequence[tuple[float, int]]) -> Iterator[
         if event.details["step"] < newest:
             wrong.append(f"step {newest:,} was saved, and step {event.details['step']:,} restored")
     if restored:
-        told = f"{len(restored)} times restored, none behind the newest checkpoint"
-        yield Promise("no step lost beyond the checkpoint", not wrong, "; ".join(wrong[:3]) or told)
+        evidence = f"{len(restored)} times restored, none behind the newest checkpoint"
+        yield Promise("no step lost beyond the checkpoint", not wrong, "; ".join(wrong[:3]) or evidence)
 
 
 def check_metric(run: Run, undisturbed: Run, metric: str) -> Promise:
@@ -64,12 +63,6 @@ def check_metric(run: Run, undisturbed: Run, metric: str) -> Promise:
     values, expected = (each.metrics()[metric].dropna().to_dict() for each in (run, undisturbed))
     wrong = [f"step {step}: {values.get(step)!r}, not {value!r}" for step, value in expected.items()
              if values.get(step) != value]  # fmt: skip
-    told = f"{len(expected):,} values of {metric} are equal"
+    evidence = f"{len(expected):,} values of {metric} are equal"
     is_satisfied = bool(len(expected)) and not wrong
-    return Promise(f"{metric} equals an undisturbed run's", is_satisfied, "; ".join(wrong[:3]) or told)
-
-
-def check_leftovers(processes: Sequence[str], folders: Sequence[Path]) -> Promise:
-    """Nothing is left of the run's processes and of its clusters' temporary files."""
-    left = [*processes, *map(str, folders)]
-    return Promise("no process and no file is left", not left, "; ".join(left[:5]) or "none")
+    return Promise(f"{metric} equals an undisturbed run's", is_satisfied, "; ".join(wrong[:3]) or evidence)

@@ -335,8 +335,8 @@ class RunRecorder:
             self._gauges = RunGauges(self.id, self._kind)
         self._gauges.publish([*pending.logged, *pending.shown, *pending.groups.values()], pending.groups)
         self._gauges.count_events(str(row[_KIND[statement]]) for statement, row in pending.others if statement in _KIND)
-        if saved := [path.stat().st_mtime for path in self.folder.glob("checkpoints/step-*")]:
-            self._gauges.set_checkpoint(max(saved))
+        with suppress(OSError, ValueError):  # an old one is deleted meanwhile; there is none
+            self._gauges.set_checkpoint(max(path.stat().st_mtime for path in self.folder.glob("checkpoints/step-*")))
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection
