@@ -127,7 +127,8 @@ class Run:
 
         connect()
         closing.callback(ray.shutdown)
-        self.spec = spec = AgentsSpec.parse({**asked["spec"], "learner": {"seed": asked["seed"]}})
+        learner = {**asked["spec"].get("learner", {}), "seed": asked["seed"]}
+        self.spec = spec = AgentsSpec.parse({**asked["spec"], "learner": learner})
         folder = Path(asked["folder"])
         folder.mkdir(parents=True)
         setting = make_setting(spec, folder, TOKEN, folder.name)

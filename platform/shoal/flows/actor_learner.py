@@ -393,12 +393,12 @@ class LoopRun:
             self.recorder.log_group(step, "win_rate", select_win_rates(gateways))
 
     def _record_published(self) -> None:
-        """The versions of the only policy; those of several have the same numbers."""
-        if self._only is None:
-            return
-        for published in self._only.workers.take_published():
+        """The versions of the only policy; those of several have the same numbers, and are not recorded."""
+        for policy in self.policies:
+            published = policy.workers.take_published()
             with suppress(RecordUnwritable):
-                self.recorder.record_weights(*published)
+                for each in published if policy is self._only else ():
+                    self.recorder.record_weights(*each)
 
     def _describe_progress(self) -> str:
         if self._only is not None:

@@ -38,6 +38,7 @@ from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, decode_tens
 from shoal.wire import DropReason, ExperienceSpec
 
 VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
+MOST_SAVING = 0.1  # of a learner's time
 VERSIONS_AHEAD = 1_000_000  # of a checkpoint: that many are published without another in the store, at most
 LARGE_LAG = 4.0  # versions, of the newest batch, beyond which the next one may be larger
 UPLOAD_TIMEOUT_S = 30.0  # of the last checkpoint, at the end
@@ -266,9 +267,9 @@ class Learner:
                 "metrics": dict(self._metrics),
             }
 
-    def take_published(self) -> list[PublishedVersion]:
-        """The versions published since the last call."""
-        return self._versions.take()
+    def take_published(self, after: int = 0) -> list[PublishedVersion]:
+        """The versions above the number `after`, also of an earlier process; those up to it are recorded."""
+        return self._versions.take(after)
 
     def snapshot(self) -> WeightSnapshot:
         """The current weights under the current version, for observations as they are."""
@@ -403,6 +404,7 @@ class LearnerCheckpoints:
         self._interval_s = spec.checkpoint_every_s
         self._num_retained = spec.keep_checkpoints
         self._saved_at, self._progress = time.monotonic(), tuple[int, ...]()
+        self._cost_s = 0.0  # of the last one
         self.damaged: list[str] = []
         self.restored_updates = 0
         self._mirror: CheckpointMirror | None = None
@@ -445,14 +447,17 @@ class LearnerCheckpoints:
 
     def is_due(self, progress: tuple[int, ...]) -> bool:
         """progress: numbers that change with the state"""
-        return time.monotonic() - self._saved_at >= self._interval_s and progress != self._progress
+        pause_s = max(self._interval_s, self._cost_s * (1 / MOST_SAVING - 1))
+        return time.monotonic() - self._saved_at >= pause_s and progress != self._progress
 
     def save(self, progress: tuple[int, ...], state: dict[str, Any]) -> None:
         """Write one, named by the number of updates, the first of `progress`. Raises CheckpointError."""
+        began_s = time.monotonic()
         path = checkpoint.save(self._folder, progress[0], state, self._num_retained)
         if self._mirror is not None:
             self._mirror.add(path)
         self._saved_at, self._progress = time.monotonic(), progress
+        self._cost_s = self._saved_at - began_s
 
     def postpone(self) -> None:
         """The disk is full: the next one is due after the full interval."""

@@ -36,11 +36,13 @@ class LearnerSpec(Spec):
         default=None, gt=0, description="after which a smaller batch is taken; default: the algorithm's"
     )
     publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
-    checkpoint_every_s: float = Field(default=5.0, gt=0)
+    checkpoint_every_s: float = Field(
+        default=5.0, gt=0, description="at least: saving takes no more than a tenth of the time"
+    )
     keep_checkpoints: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
     replicas: int = Field(default=1, ge=1, description="learners that share each batch, or each sample of a replay")
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, description="of each on a CPU; networks that are not small take more")
     num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
     num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
     max_restarts: int = Field(

@@ -204,8 +204,8 @@ class LearnerWorker:
         assert self._hub is not None
         return self._hub.address
 
-    def take_published(self) -> list[PublishedVersion]:
-        return self._learner.take_published()
+    def take_published(self, after: int) -> list[PublishedVersion]:
+        return self._learner.take_published(after)
 
     def pause(self) -> WeightSnapshot:
         return self._learner.pause()
@@ -268,6 +268,7 @@ class ActorLearnerWorkers:
 
     def __init__(self, spec: RLSpec, setting: GatewaySetting, has_learnt: bool = False) -> None:
         self._run_id = setting.run_id
+        self._taken_version = 0
         # The gateway stays on its host while that is up: its address should not change, and its ledger is a file there.
         placement = make_host_options()
         require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
@@ -334,7 +335,11 @@ class ActorLearnerWorkers:
         return self._call_or_none(self._gateway, "take_events") or []
 
     def take_published(self) -> list[PublishedVersion]:
-        return self._call_or_none(self._learner, "take_published") or []
+        """The versions since the last call."""
+        published = self._call_or_none(self._learner, "take_published", self._taken_version) or []
+        if published:
+            self._taken_version = published[-1].version
+        return published
 
     def set_settings(self, values: GameSettings) -> None:
         """Tell the games these settings; the gateway's next counts say whether it has done so."""
@@ -383,9 +388,9 @@ class ActorLearnerWorkers:
         except AWAY as error:
             raise ClusterError(f"a worker did not answer: {error}") from error
 
-    def _call_or_none(self, worker: Any, method: str) -> Any:
+    def _call_or_none(self, worker: Any, method: str, *parts: Any) -> Any:
         try:
-            return call_or_none(getattr(worker, method))
+            return call_or_none(getattr(worker, method), *parts)
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"a worker is gone for good: {error}") from error
 

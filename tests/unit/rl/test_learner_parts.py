@@ -188,11 +188,24 @@ def test_numbers_of_versions_are_above_those_that_were_used_or_reserved(tmp_path
     for number in range(1, 4):
         first.publish(WEIGHTS, updates=number, steps=8 * number)
     assert (first.version, first.updates, store.version) == (3, 3, 3)
-    assert [(each.version, each.step) for each in first.take()] == [(1, 8), (2, 16), (3, 24)]
-    assert first.take() == []
+    assert [(each.version, each.step) for each in first.take(0)] == [(1, 8), (2, 16), (3, 24)]
+    assert first.take(3) == []
     assert versions_of(tmp_path, after=3, is_known=True)[0].version == 3
     assert versions_of(tmp_path, after=3)[0].version == 1 + VERSIONS_RESERVED
     assert versions_of(tmp_path, after=1000)[0].version == 1000
+
+
+def test_versions_that_nobody_recorded_survive_their_learner(tmp_path: Path) -> None:
+    killed, store = versions_of(tmp_path)
+    for number in range(1, 4):
+        killed.publish(WEIGHTS, updates=number, steps=8 * number)
+    assert [each.version for each in killed.take(1)] == [2, 3]
+    next_one, _ = versions_of(tmp_path)
+    next_one.publish(WEIGHTS, updates=3, steps=24)
+    latest = store.latest()
+    assert latest is not None
+    assert [each.version for each in next_one.take(0)] == [2, 3, next_one.version]
+    assert next_one.take(0)[1] == (3, 24, latest.sha256, latest.published_at)
 
 
 def test_numbers_that_are_skipped_do_not_count_as_lag(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ class _LoopFollower:
         self._run = run
         self._loop = run.loop
         self._recorder = recorder
-        self._metrics, self._sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
+        self._metrics = ActorLearnerMetrics()
+        self._sampler = HistorySampler(time.monotonic())
+        self._taken_version = 0
 
     def follow(self, report: Callable[[TrialReport], None], is_stopping: Callable[[], bool]) -> TrialReport:
         """Until the budget is spent, or `is_stopping`: then the result is not over. Raises RunError."""
@@ -119,8 +121,9 @@ class _LoopFollower:
             if stats["steps"]:
                 values = self._metrics.compute(stats, self._loop.learner.stats(), 0.0, time.time())
                 self._recorder.log(stats["steps"], values, in_history=self._sampler.should_keep(time.monotonic()))
-            for version in self._loop.learner.take_published():
-                self._recorder.record_weights(version.version, version.step, version.sha256, version.published_at)
+            for published in self._loop.learner.take_published(self._taken_version):
+                self._recorder.record_weights(*published)
+                self._taken_version = published.version
         return stats
 
 
