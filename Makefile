@@ -43,7 +43,7 @@ define compile
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo game recommender test soak rehearse compat gpu check format proto bench bench-check docs clean
+.PHONY: help setup dev demo game recommender test chaos soak rehearse compat gpu check format proto bench bench-check docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -83,6 +83,12 @@ recommender: $(VENV)/.recommender  ## A film site that learns as you rate: data=
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run the whole test suite; KEEP=1: and write tests/durations.json, which is held to tests/budget.json
 	@$(BIN)/python tests/suite.py $(if $(KEEP),keep)
+
+chaos: $(READY)  ## Run the CartPole loop and its endpoint under the faults of ten seeds: fifteen minutes
+	@status=0; for seed in 1 2 3 4 5 6 7 8 9 10; do \
+	    $(BIN)/shoal chaos run actor_learner --actors 2 max_wall_s=45 target_return=1000 --seed $$seed --faults 5 \
+	        || status=1; \
+	done; exit $$status
 
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: $(DEV) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run what the suite leaves out: faults at every moment, learning to the end; BASE=COMMIT: of what has changed since

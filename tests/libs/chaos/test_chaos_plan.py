@@ -10,7 +10,7 @@ import pytest
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.libs.chaos.plan import LOOP, Fault, draw_faults, shrink
+from shoal.libs.chaos.plan import ACTOR_LINK, LOOP, STORE, Fault, draw_faults, shrink
 from shoal.libs.chaos.promises import check_accounts, check_checkpoints, check_metric, check_versions
 from shoal.runs import Run
 
@@ -27,9 +27,20 @@ def test_a_seed_draws_its_faults_again_and_each_clock_only_grows() -> None:
     assert {each.seconds > 0 for each in faults if each.kind == "kill"} == {False}
 
 
+def test_links_have_faults_of_their_own() -> None:
+    faults = draw_faults(7, 200, LOOP, [STORE, ACTOR_LINK])
+    assert {each.kind for each in faults if each.target == STORE} == {"partition", "slow", "errors"}
+    assert {each.kind for each in faults if each.target == ACTOR_LINK} == {"partition", "slow", "cut"}
+    assert {each.target for each in draw_faults(7, 20, LOOP, [ACTOR_LINK], kinds=["slow"])} == {ACTOR_LINK}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"targets": ["lerner"]}, "did you mean 'learner'"), ({"kinds": ["kil"]}, "did you mean 'kill'")],
+    [
+        ({"targets": ["lerner"]}, "did you mean 'learner'"),
+        ({"kinds": ["kil"]}, "did you mean 'kill'"),
+        ({"kinds": ["cut"]}, "is no fault of gateway"),
+    ],
 )
 def test_what_cannot_be_struck_is_refused_by_name(given: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

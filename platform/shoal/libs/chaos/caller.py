@@ -1,44 +1,51 @@
-"""Callers of an endpoint while faults strike: each answer is complete, to its own question, and of one live version."""
+"""Callers of a model while faults strike: each answer is complete, to its own question, and of one live version."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from shoal.client import Client, ConfigError, ConnectionLost, InferenceError
+from shoal.client import ConfigError, ConnectionLost, InferenceError
+from shoal.client.discovery import FoundEndpoint
 from shoal.libs.chaos.promises import Promise
+from shoal.open_inference.messages import ModelMetadata
 
-NUM_QUESTIONS = 8
+PROMPTS = ("One", "Once upon a time", "The sea", "A shoal of", "In the beginning", "Two and two", "Dear", "def main(")
+NUM_QUESTIONS = len(PROMPTS)
+NUM_TOKENS = 12
 NUM_RETRIES = 8
 PAUSE_S = 0.02
 TOLERANCE = 1e-4  # between places in a batch, and batches of different sizes: sums have another order there
 
 
-class EndpointCaller:
-    """Asks from its construction until `close`, in a thread: the same questions again and again, two equal rows each.
+class EndpointCaller(ABC):
+    """Asks from `start` until `close`, in a thread: the same questions again and again.
 
-    model: with numeric inputs
+    A question, asked of one version twice, has one answer.
     """
 
-    def __init__(self, url: str, model: str, token: str, seed: int = 0) -> None:
-        self._model = model
-        self._client = Client(url, token=token, num_retries=NUM_RETRIES, retry_lost=True)
-        self._rng = np.random.default_rng(seed)
-        self._known: dict[tuple[int, int], dict[str, np.ndarray]] = {}  # answers, by version and question
+    def __init__(self, found: FoundEndpoint, model: str) -> None:
+        self.model = model
+        self.num_answers = 0
+        self._client = found.connect(num_retries=NUM_RETRIES, retry_lost=True)
+        self._known: dict[tuple[int, int], Any] = {}  # answers, by version and question
         self._wrong: list[str] = []
         self._failures = Counter[str]()
-        self._num_answers = 0
         self._num_asked = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="caller", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
+        """Idempotent."""
         self._is_over.set()
         self._thread.join()
         self._client.close()
@@ -47,38 +54,53 @@ class EndpointCaller:
         """live: the versions that were published or promoted"""
         never = sorted({version for version, _ in self._known} - {*live})
         wrong = [*self._wrong, *(f"version {each} was never live" for each in never)]
-        evidence = f"{self._num_answers:,} answers of {len({version for version, _ in self._known})} versions"
-        yield Promise("no answer mixed, doubled, or of a version that was never live", not wrong,
+        evidence = f"{self.num_answers:,} answers of {len({version for version, _ in self._known})} versions"
+        yield Promise(f"{self.model}: no answer mixed, doubled, or of a version that was never live", not wrong,
                       "; ".join(wrong[:3]) or evidence)  # fmt: skip
         lost = "; ".join(f"{num} times {problem}" for problem, num in self._failures.most_common(3))
-        yield Promise("no answer lost", not self._failures, lost or f"all {self._num_asked:,} requests were answered")
+        all_answered = f"all {self._num_asked:,} requests were answered"
+        yield Promise(f"{self.model}: no answer lost", not self._failures, lost or all_answered)
 
     def _run(self) -> None:
-        questions: list[dict[str, np.ndarray]] = []
         while not self._is_over.wait(PAUSE_S):
             try:
-                questions = questions or [self._make_question() for _ in range(NUM_QUESTIONS)]
                 number = self._num_asked % NUM_QUESTIONS
                 self._num_asked += 1
-                self._ask(number, questions[number])
+                self._ask(number)
+                self.num_answers += 1
             except (ConfigError, ConnectionLost, InferenceError) as error:
-                if self._is_over.is_set() or not questions:  # its first version is on its way
+                if self._is_over.is_set() or not self.num_answers:  # its first version is on its way
+                    self._num_asked -= 1
                     continue
                 self._failures[str(error)[:120]] += 1
                 time.sleep(1.0)
 
-    def _make_question(self) -> dict[str, np.ndarray]:
-        """Two rows that are equal."""
+    @abstractmethod
+    def _ask(self, number: int) -> None:
+        """One of the questions. Raises ConnectionLost, InferenceError."""
+
+
+class RowCaller(EndpointCaller):
+    """Asks for two equal rows of random numbers, whose outputs are equal.
+
+    metadata: of the model
+    """
+
+    def __init__(self, found: FoundEndpoint, model: str, metadata: ModelMetadata) -> None:
+        super().__init__(found, model)
+        rng = np.random.default_rng(0)
+        self._questions = [self._make_question(metadata, rng) for _ in range(NUM_QUESTIONS)]
+
+    def _make_question(self, metadata: ModelMetadata, rng: np.random.Generator) -> dict[str, np.ndarray]:
         question: dict[str, Any] = {}
-        for each in self._client.metadata(self._model).inputs:
+        for each in metadata.inputs:
             shape = [size if size > 0 else 1 for size in each.shape[1:]]
-            question[each.name] = np.repeat(self._rng.standard_normal([1, *shape]), 2, axis=0)
+            question[each.name] = np.repeat(rng.standard_normal([1, *shape]), 2, axis=0)
         return question
 
-    def _ask(self, number: int, question: dict[str, np.ndarray]) -> None:
+    def _ask(self, number: int) -> None:
         name = f"{number}-{self._num_asked}"
-        answer = self._client.infer(self._model, question, request_id=name)
-        self._num_answers += 1
+        answer = self._client.infer(self.model, self._questions[number], request_id=name)
         if answer.request_id != name:
             self._wrong.append(f"{name} got the answer to {answer.request_id}")
         known = self._known.setdefault((answer.version, number), answer.outputs)
@@ -87,3 +109,32 @@ class EndpointCaller:
                 self._wrong.append(f"two equal rows got different {output} (version {answer.version})")
             elif not np.allclose(rows, known[output], TOLERANCE, TOLERANCE):
                 self._wrong.append(f"version {answer.version} gave two different {output} for one question")
+
+
+class TextCaller(EndpointCaller):
+    """Asks a language model to continue texts, each time by its most probable tokens."""
+
+    def _ask(self, number: int) -> None:
+        text = self._client.generate(self.model, PROMPTS[number], max_tokens=NUM_TOKENS, temperature=0).read()
+        for version, _ in text.spans:
+            known = self._known.setdefault((version, number), text.text)
+            if len(text.spans) == 1 and text.text != known:
+                self._wrong.append(f"version {version} continued {PROMPTS[number]!r} by {known!r} and {text.text!r}")
+        if sum(num for _, num in text.spans) != text.num_new_tokens:
+            self._wrong.append(f"{text.num_new_tokens} tokens, of which {text.spans} have a version")
+
+
+def open_callers(found: FoundEndpoint, models: Sequence[str]) -> list[EndpointCaller]:
+    """Started callers of models that are ready. Raises ConnectionLost, InferenceError."""
+    callers: list[EndpointCaller] = []
+    with found.connect() as client:
+        for model in models:
+            metadata = client.metadata(model)
+            if all(each.datatype.startswith("FP") for each in metadata.inputs):
+                callers.append(RowCaller(found, model, metadata))
+            else:
+                client.generate(model, PROMPTS[0], max_tokens=1).read()  # an InferenceError of one that writes no text
+                callers.append(TextCaller(found, model))
+    for caller in callers:
+        caller.start()
+    return callers

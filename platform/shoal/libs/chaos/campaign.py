@@ -12,58 +12,43 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
 from shoal.checkpoint.directory import parse_step
-from shoal.client.discovery import INFERENCE_KIND
-from shoal.errors import RunError
-from shoal.extend.cluster import end_programs, find_marked_processes, start_program
+from shoal.client.discovery import INFERENCE_KIND, FoundEndpoint
+from shoal.errors import ConnectionLost, InferenceError, RunError
+from shoal.extend.cluster import end_programs, find_free_port, find_marked_processes, start_program
 from shoal.extend.runs import Run, RunKind, load
-from shoal.home import load_access_token
-from shoal.libs.chaos.caller import EndpointCaller
-from shoal.libs.chaos.plan import ROLES, Fault
+from shoal.libs.chaos.caller import EndpointCaller, open_callers
+from shoal.libs.chaos.link import FaultyLink
+from shoal.libs.chaos.plan import ACTOR_LINK, STORE, Fault
 from shoal.libs.chaos.promises import (
     Promise,
     check_accounts,
     check_checkpoints,
     check_versions,
 )
+from shoal.libs.chaos.striker import Strike, Striker, describe
 
 MARK = "SHOAL_CHAOS"  # in the environment of each process of the run
 POLL_S = 0.1
 GRACE_S = 20.0  # for processes that end behind the run
 STALL_S = 240.0  # without progress, after which the run has stopped
+MORE_ANSWERS = 200  # of each model of an endpoint, after the last fault
 ORDERLY = {0, 3}  # 3: its target was not reached
-LIMITS = {"fill_disk": psutil.RLIMIT_FSIZE, "fill_memory": psutil.RLIMIT_AS}
+ADDRESS = "AWS_ENDPOINT_URL"  # of a store, in the environment
 _RUN_LINE = re.compile(rb"^run (\S+?):", re.MULTILINE)
 COUNTS: dict[str, Callable[[Run], float]] = {
     "segments": lambda run: run.latest().get("segments/received", 0),
     "versions": lambda run: run.num_versions(),
     "step": lambda run: run.latest().get("train/step", 0),
 }
-
-
-@dataclass
-class Strike:
-    """A fault that has struck.
-
-    count: of its clock, as it was then
-    at:    Unix time
-    pid:   of the process, 0 where there was none
-    saved: the step of the newest checkpoint; -1: there was none
-    """
-
-    fault: Fault
-    count: int
-    at: float
-    pid: int
-    saved: int
 
 
 @dataclass
@@ -84,68 +69,81 @@ class CampaignResult:
 
 
 class Campaign:
-    """overrides: the job and its fields, as `shoal run` takes them; draw: the faults of a run of its kind
+    """overrides: the job and its fields, as `shoal run` takes them
 
+    draw:   the faults of a run of its kind, whose links have these roles
     folder: of its output; tell: takes a line
     """
 
     def __init__(
         self,
         overrides: Sequence[str],
-        draw: Callable[[RunKind], Sequence[Fault]],
+        draw: Callable[[RunKind, Sequence[str]], Sequence[Fault]],
         folder: Path,
         tell: Callable[[str], None],
     ) -> None:
-        self._overrides = overrides
         self._draw = draw
-        self._waiting: list[Fault] = []
         self._log = folder / f"{uuid.uuid4().hex[:12]}.log"
         self._tell = tell
         self._mark = uuid.uuid4().hex
-        self._remedies: list[tuple[float, psutil.Process, str]] = []  # what ends by itself, and when
-        self._strikes: list[Strike] = []
-        self._callers: dict[str, EndpointCaller] = {}
+        self._environment = {**os.environ, MARK: self._mark}
+        self._links: dict[str, FaultyLink] = {}
+        self._overrides = [*overrides, *self._open_links(overrides)]
+        self._striker = Striker(lambda: find_marked_processes(MARK, self._mark), self._links, tell)
+        self._callers: dict[str, list[EndpointCaller]] = {}
         self._saved = -1
         self._num_saved = 0
 
     def run(self) -> CampaignResult:
         """Raises RunError for a run that never began."""
-        environment = {**os.environ, MARK: self._mark}
         began_s = time.monotonic()
         command = [sys.executable, "-m", "shoal", "run", *self._overrides, "--address", "local", "--plain"]
-        program = start_program(command, self._log, environment)
+        program = start_program(command, self._log, self._environment)
         try:
             run = self._find_run(program)
-            self._waiting = sorted(self._draw(run.kind), key=lambda each: (each.clock, each.at))
-            self._tell(f"run {run.id} is struck by {len(self._waiting)} faults")
+            self._striker.faults += self._draw(run.kind, [*self._links])
+            self._tell(f"run {run.id} is struck by {len(self._striker.faults)} faults")
             stall = self._follow(program, run)
             run = run.reload()
             promises = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
             live = run.versions()["version"].tolist()
-            for caller in self._callers.values():
-                promises += caller.check(live)
-            promises += check_checkpoints(run, [(each.at, each.saved) for each in self._strikes])
+            for callers in self._callers.values():
+                for caller in callers:
+                    promises += caller.check(live)
+            strikes = self._striker.strikes
+            promises += check_checkpoints(run, [(each.at, each.saved) for each in strikes])
+            seconds = time.monotonic() - began_s
             return CampaignResult(
-                run.id,
-                run.status.value,
-                run.created_at,
-                time.monotonic() - began_s,
-                self._strikes,
-                self._waiting,
-                promises,
+                run.id, run.status.value, run.created_at, seconds, strikes, self._striker.faults, promises
             )
         finally:
-            self._close_callers()
-            self._remedy(everything=True)
+            for name in [*self._callers]:
+                self._close_callers(name)
+            self._striker.remedy(everything=True)
             end_programs([program], GRACE_S)
+            for link in self._links.values():
+                link.close()
 
     def find_leftovers(self) -> Promise:
         """After `run`: what has not ended."""
         end_s = time.monotonic() + GRACE_S
         while (processes := find_marked_processes(MARK, self._mark)) and time.monotonic() < end_s:
             time.sleep(POLL_S)
-        described = [f"{each.pid} {_describe(each)[:80]}" for each in processes]
+        described = [f"{each.pid} {describe(each)[:80]}" for each in processes]
         return Promise("no process is left", not described, "; ".join(described[:5]) or "none")
+
+    def _open_links(self, overrides: Sequence[str]) -> list[str]:
+        """Relays before the gateway of a run with actors, and before a store that speaks HTTP; words of the run."""
+        store = urlsplit(os.environ.get(ADDRESS, ""))
+        if os.environ.get("SHOAL_STORE") and store.scheme == "http" and store.hostname:
+            self._links[STORE] = FaultyLink(store.hostname, store.port or 80)
+            self._environment[ADDRESS] = f"http://127.0.0.1:{self._links[STORE].port}"
+        given = {each.partition("=")[0] for each in overrides}
+        if "--actors" not in given or given & {"gateway.port", "gateway.advertise"}:
+            return []
+        port = find_free_port()
+        self._links[ACTOR_LINK] = link = FaultyLink("127.0.0.1", port)
+        return [f"gateway.port={port}", f"gateway.advertise=127.0.0.1:{link.port}"]
 
     def _find_run(self, program: subprocess.Popen[bytes]) -> Run:
         while program.poll() is None:
@@ -161,58 +159,36 @@ class Campaign:
         counts: dict[str, int] = {}
         while program.poll() is None:
             time.sleep(POLL_S)
-            now_s = time.monotonic()
-            seen = {name: int(read(run)) for name, read in COUNTS.items()}
-            newest = max((parse_step(path.name) for path in run.folder.glob("checkpoints/*")), default=-1)
-            if newest > self._saved:
-                self._saved = newest
-                self._num_saved += 1
-            seen["checkpoints"] = self._num_saved
+            seen = self._read_counts(run)
             if any(seen[name] > counts.get(name, -1) for name in seen):
-                moved_s = now_s
+                moved_s = time.monotonic()
             counts |= seen
-            self._remedy()
             self._call_endpoints(run)
-            for fault in [each for each in self._waiting if counts[each.clock] >= each.at]:
-                self._waiting.remove(fault)
-                self._strike(fault, counts[fault.clock])
-            if now_s - moved_s > STALL_S:
+            self._striker.follow(counts, self._saved)
+            if time.monotonic() - moved_s > STALL_S:
                 self._tell("the run has stopped: it is ended")
                 return [Promise("the run goes on", False, f"no step for {STALL_S:g} s, at {counts}")]
         return []
+
+    def _read_counts(self, run: Run) -> dict[str, int]:
+        newest = max((parse_step(path.name) for path in run.folder.glob("checkpoints/*")), default=-1)
+        if newest > self._saved:
+            self._saved = newest
+            self._num_saved += 1
+        return {name: int(read(run)) for name, read in COUNTS.items()} | {"checkpoints": self._num_saved}
 
     def _call_endpoints(self, run: Run) -> None:
         """Ask the endpoints that are ready, and no longer ask those that close."""
         for each in run.endpoints():
             if each.kind == INFERENCE_KIND and each.state == "ready" and each.name not in self._callers:
-                self._callers[each.name] = EndpointCaller(each.address, each.name, load_access_token())
+                with suppress(ConnectionLost, InferenceError):  # its first version is on its way
+                    self._callers[each.name] = open_callers(FoundEndpoint(each.name, each.address), [each.name])
             if each.state == "closed" and each.name in self._callers:
-                self._callers[each.name].close()
+                self._close_callers(each.name)
 
-    def _close_callers(self) -> None:
-        for caller in self._callers.values():
+    def _close_callers(self, name: str) -> None:
+        for caller in self._callers[name]:
             caller.close()
-
-    def _strike(self, fault: Fault, count: int) -> None:
-        pattern = re.compile(ROLES[fault.target])
-        found = find_marked_processes(MARK, self._mark)
-        victims = sorted((each for each in found if pattern.search(_describe(each))), key=_get_age)
-        pid = 0
-        if len(victims) > (fault.target == "actor"):  # nobody brings the last actor back
-            victim = victims[int(fault.choice * len(victims))]
-            pid = victim.pid
-            with suppress(psutil.Error):  # it has just ended
-                inject(victim, fault.kind)
-                if fault.seconds:
-                    self._remedies.append((time.monotonic() + fault.seconds, victim, fault.kind))
-        self._strikes.append(Strike(fault, count, time.time(), pid, self._saved))
-        self._tell(f"{fault}: {f'process {pid}, at {count:,}' if pid else 'there is none now'}")
-
-    def _remedy(self, everything: bool = False) -> None:
-        for each in [each for each in self._remedies if everything or time.monotonic() >= each[0]]:
-            self._remedies.remove(each)
-            with suppress(psutil.Error):
-                remedy(*each[1:])
 
     def _check_end(self, program: subprocess.Popen[bytes], run: Run) -> Promise:
         is_orderly = program.returncode in ORDERLY and run.status.is_complete
@@ -221,32 +197,74 @@ class Campaign:
         return Promise("the run ends in order", is_orderly, evidence.rstrip())
 
 
-def inject(process: psutil.Process, kind: str) -> None:
-    """Begin a fault. A full disk is one on which no file of the process grows."""
-    match kind:
-        case "kill":
-            process.kill()
-        case "pause":
-            process.suspend()
-        case "fill_disk" | "fill_memory":
-            most = 0 if kind == "fill_disk" else process.memory_info().vms
-            process.rlimit(LIMITS[kind], (most, process.rlimit(LIMITS[kind])[1]))
+class EndpointCampaign:
+    """An endpoint that is up under a list of faults: called all the time, struck, waited for, examined.
 
+    faults: tied to the number of its answers; find_processes: those of its cluster; live: versions, by model
+    """
 
-def remedy(process: psutil.Process, kind: str) -> None:
-    """End a fault that lasts."""
-    if kind == "pause":
-        process.resume()
-    else:
-        _, highest = process.rlimit(LIMITS[kind])
-        process.rlimit(LIMITS[kind], (highest, highest))
+    def __init__(
+        self,
+        found: FoundEndpoint,
+        faults: Sequence[Fault],
+        find_processes: Callable[[], Sequence[psutil.Process]],
+        live: Callable[[str], Collection[int]],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._found = found
+        self._live = live
+        self._striker = Striker(find_processes, {}, tell)
+        self._striker.faults += faults
+        self._callers: list[EndpointCaller] = []
 
+    def run(self) -> CampaignResult:
+        """Raises RunError for an endpoint that serves nothing, ConnectionLost, InferenceError."""
+        began_at = time.time()
+        status = self._found.read_status()
+        models = [each.name for each in status.models if each.state == "READY"]
+        if not models:
+            raise RunError(f"{self._found.name} has no model that is ready")
+        self._callers = open_callers(self._found, models)
+        try:
+            stall = self._follow()
+            promises = [*stall, self._check_replicas(status.num_replicas)]
+            for caller in self._callers:
+                caller.close()
+                promises += caller.check(self._live(caller.model))
+            strikes = self._striker.strikes
+            seconds = time.time() - began_at
+            return CampaignResult(self._found.run_id, "up", began_at, seconds, strikes, self._striker.faults, promises)
+        finally:
+            for caller in self._callers:
+                caller.close()
+            self._striker.remedy(everything=True)
 
-def _describe(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+    def _follow(self) -> list[Promise]:
+        """Until all faults are over, and each model has answered some more requests."""
+        moved_s = time.monotonic()
+        counts = [0]
+        goal: list[int] = []
+        while not goal or any(num < least for num, least in zip(counts, goal, strict=True)):
+            time.sleep(POLL_S)
+            seen = [caller.num_answers for caller in self._callers]
+            if seen != counts:
+                moved_s = time.monotonic()
+            counts = seen
+            self._striker.follow({"requests": sum(counts)})
+            if self._striker.is_over and not goal:
+                goal = [num + MORE_ANSWERS for num in counts]
+            if time.monotonic() - moved_s > STALL_S:
+                return [Promise("the endpoint goes on", False, f"no answer for {STALL_S:g} s, after {sum(counts):,}")]
+        return []
 
-
-def _get_age(process: psutil.Process) -> Any:
-    return process.create_time(), process.pid
+    def _check_replicas(self, wanted: int) -> Promise:
+        """The replicas come back."""
+        end_s = time.monotonic() + STALL_S
+        ready = 0
+        while time.monotonic() < end_s:
+            with suppress(ConnectionLost, InferenceError):
+                ready = sum(each.ready and not each.error for each in self._found.read_status().replicas)
+                if ready >= wanted:
+                    break
+            time.sleep(POLL_S)
+        return Promise("all replicas are there again", ready >= wanted, f"{ready} of {wanted}")

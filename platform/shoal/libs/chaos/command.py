@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +13,16 @@ import click
 import msgspec
 
 from shoal.atomic_file import make_folder, replace_synced
+from shoal.client.discovery import find_endpoint
 from shoal.errors import ConfigError, RunError
 from shoal.extend.cli import CommandGroup, NotNegative, Positive, Texts, render_table
-from shoal.extend.runs import Panel, RunKind, print_line
+from shoal.extend.cluster import find_cluster, find_cluster_processes
+from shoal.extend.registry import Registry
+from shoal.extend.runs import Panel, RunKind, load, print_line
 from shoal.home import home
-from shoal.libs.chaos.campaign import Campaign, CampaignResult
-from shoal.libs.chaos.plan import KINDS, LOOP, TRAINING, Fault, draw_faults, shrink
+from shoal.libs.chaos.campaign import Campaign, CampaignResult, EndpointCampaign
+from shoal.libs.chaos.plan import LOOP, SERVING, TRAINING, Fault, draw_faults, shrink
+from shoal.libs.chaos.promises import check_metric
 
 MENUS = {RunKind.LOOP: LOOP, RunKind.TRAINING: TRAINING}
 
@@ -29,6 +34,7 @@ def chaos() -> None:
     \b
     Examples:
       shoal chaos run actor_learner --actors 2 max_wall_s=180 --seed 7 --faults 10
+      shoal chaos endpoint digits --seed 7 --faults 10
       shoal chaos replay ~/.shoal/chaos/20261130-221500-7.json
     """
 
@@ -37,8 +43,8 @@ def _show(shown: Mapping[str, Any]) -> Iterator[object]:
     struck = []
     for each in shown["strikes"]:
         seconds = each["at"] - shown["began_at"]
-        struck.append([str(Fault(**each["fault"])), f"{each['count']:,}", f"{seconds:.1f}", str(each["pid"] or "-")])
-    yield render_table(Panel(title="faults", header=("fault", "count", "after s", "process"), rows=struck))
+        struck.append([str(Fault(**each["fault"])), f"{each['count']:,}", f"{seconds:.1f}", each["victim"] or "-"])
+    yield render_table(Panel(title="faults", header=("fault", "count", "after s", "of"), rows=struck))
     if shown["missed"]:
         yield f"{len(shown['missed'])} faults never came: the run ended before their events"
     kept = [
@@ -50,34 +56,64 @@ def _show(shown: Mapping[str, Any]) -> Iterator[object]:
         raise RunError(f"{len(broken)} of its promises were broken: again by `shoal chaos replay {shown['file']}`")
 
 
+Kinds = Annotated[Texts, "--kind KIND", "One of docs/operations/chaos.md; may be repeated; default: all."]
+Targets = Annotated[Texts, "--target ROLE", "Strike these alone; may be repeated."]
+Seed = Annotated[NotNegative, "Of the faults: the same seed draws the same ones."]
+
+
 @chaos.verb(show=_show, context_settings={"ignore_unknown_options": True})
 def run(
     overrides: Annotated[tuple[str, ...], "JOB [WORD]..."],
     *,
-    seed: Annotated[NotNegative, "Of the faults: the same seed draws the same ones."] = 0,
+    seed: Seed = 0,
     faults: Annotated[Positive, "How many."] = 10,
-    kind: Annotated[Texts, "--kind KIND", "kill, pause, fill_disk or fill_memory; may be repeated; default: all."] = (),
-    target: Annotated[Texts, "--target ROLE", "Strike these processes alone; may be repeated."] = (),
+    kind: Kinds = (),
+    target: Targets = (),
+    equal: Annotated[Texts, "--equal METRIC", "Its values are an undisturbed run's, to the bit; may be repeated."] = (),
     shorten: Annotated[NotNegative, "--shorten N", "After a violation: up to N further runs for fewer faults."] = 0,
 ) -> dict[str, Any]:
     """Run JOB as `shoal run` does, under faults tied to its counts, and check its promises.
 
-    Kills and pauses strike when so many segments were received, versions published, steps made or checkpoints saved.
+    Faults strike when so many segments were received, versions published, steps made or checkpoints saved. Without
+    --kind and --target they are drawn from all, also those of links and, where SHOAL_STORE is set, of the store.
 
     \b
     Examples:
       shoal chaos run actor_learner --actors 2 max_wall_s=180 --seed 7 --faults 10
-      shoal chaos run train task=my_task.py:MyTask parallel=ddp workers=2 --target rank --faults 3
+      shoal chaos run train task=my_task.py:MyTask parallel=ddp workers=2 --target rank --equal train/loss
     """
 
-    def draw(run_kind: RunKind) -> list[Fault]:
+    def draw(run_kind: RunKind, links: Sequence[str]) -> list[Fault]:
         if run_kind not in MENUS:
             raise ConfigError(
                 "job", run_kind.value, "has no faults yet", f"runs of the kinds {', '.join(MENUS)} have some"
             )
-        return draw_faults(seed, faults, MENUS[run_kind], target, kind or KINDS)
+        return draw_faults(seed, faults, MENUS[run_kind], links, target, kind)
 
-    return _strike(overrides, draw, seed, shorten)
+    return _try_run({"run": overrides, "seed": seed, "equal": equal}, draw, shorten)
+
+
+@chaos.verb(show=_show)
+def endpoint(
+    name: Annotated[str | None, "[NAME]"] = None,
+    *,
+    seed: Seed = 0,
+    faults: Annotated[Positive, "How many."] = 10,
+    kind: Kinds = (),
+    target: Targets = (),
+) -> dict[str, Any]:
+    """Strike an endpoint of this machine's cluster, while callers ask all its models, and check its promises.
+
+    Faults strike when so many requests were answered. The endpoint serves its users meanwhile: do not do this to one
+    whose users you would not tell.
+
+    \b
+    Examples:
+      shoal chaos endpoint
+      shoal chaos endpoint shop --target replica --kind kill --faults 20
+    """
+    drawn = draw_faults(seed, faults, SERVING, targets=target, kinds=kind)
+    return _try_endpoint({"endpoint": name, "seed": seed}, drawn)
 
 
 @chaos.verb(show=_show)
@@ -95,24 +131,42 @@ def replay(
     try:
         known = msgspec.json.decode(file.read_bytes())
         listed = [Fault(**each) for each in known["faults"]]
-        overrides, seed = known["run"], known["seed"]
+        about = {each: known[each] for each in ("run", "equal", "endpoint", "seed") if each in known}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} has no campaign: {error}") from None
-    return _strike(overrides, lambda _: listed, seed, shorten)
+    if "endpoint" in about:
+        return _try_endpoint(about, listed)
+    return _try_run(about, lambda *_: listed, shorten)
 
 
-def _strike(overrides: Sequence[str], draw: Any, seed: int, shorten: int) -> dict[str, Any]:
-    folder = home() / "chaos"
-    make_folder(folder)
+def _try_endpoint(about: dict[str, Any], faults: Sequence[Fault]) -> dict[str, Any]:
+    cluster = find_cluster()
+    if cluster is None or cluster.cluster_id is None or cluster.temp_dir is None:
+        raise RunError("no cluster is up on this machine: `shoal up` starts one")
+    find_processes = partial(find_cluster_processes, cluster.cluster_id, cluster.temp_dir)
+    campaign = EndpointCampaign(
+        find_endpoint(about["endpoint"]),
+        faults,
+        find_processes,
+        lambda model: [each.version for each in Registry().list(model)],
+        print_line,
+    )
+    result = campaign.run()
+    return _save(about, result, [each.fault for each in result.strikes])
 
+
+def _try_run(about: dict[str, Any], draw: Any, shorten: int) -> dict[str, Any]:
     def try_faults(draw: Any) -> CampaignResult:
-        campaign = Campaign(overrides, draw, folder, print_line)
+        campaign = Campaign(about["run"], draw, _find_folder(), print_line)
         result = campaign.run()
         result.promises.append(campaign.find_leftovers())
         return result
 
     result = try_faults(draw)
     struck = [*(each.fault for each in result.strikes), *result.missed]
+    if about["equal"]:
+        undisturbed = load(try_faults(lambda *_: []).run_id)
+        result.promises += [check_metric(load(result.run_id), undisturbed, metric) for metric in about["equal"]]
     if shorten and not result.is_clean:
         broken = {each.name for each in result.promises if not each.is_satisfied}
         left = iter(range(shorten))
@@ -121,13 +175,22 @@ def _strike(overrides: Sequence[str], draw: Any, seed: int, shorten: int) -> dic
             if next(left, None) is None:
                 return False
             print_line(f"again with {len(fewer)} of the faults")
-            found = try_faults(lambda _: fewer).promises
+            found = try_faults(lambda *_: fewer).promises
             return any(each.name in broken and not each.is_satisfied for each in found)
 
         struck = shrink([each.fault for each in result.strikes], is_violated)
         print_line(f"{len(struck)} faults still break it: {'; '.join(map(str, struck))}")
-    file = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}.json"
-    described = {"run": overrides, "seed": seed, "file": str(file), "faults": [asdict(each) for each in struck]}
-    described |= asdict(result)
+    return _save(about, result, struck)
+
+
+def _save(about: dict[str, Any], result: CampaignResult, faults: Sequence[Fault]) -> dict[str, Any]:
+    file = _find_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{about['seed']}.json"
+    described = {**about, "file": str(file), "faults": [asdict(each) for each in faults], **asdict(result)}
     replace_synced(file, msgspec.json.format(msgspec.json.encode(described)))
     return described
+
+
+def _find_folder() -> Path:
+    folder = home() / "chaos"
+    make_folder(folder)
+    return folder

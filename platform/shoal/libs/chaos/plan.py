@@ -13,16 +13,21 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError, suggest
 
-KINDS = ("kill", "pause", "fill_disk", "fill_memory")
 PAUSES_S = (1.0, 12.0)  # beyond the time in which a gateway and Ray miss a process
+AT_ONCE = ("kill", "cut")
+OF_PROCESSES = ("kill", "pause", "fill_disk", "fill_memory")
+ACTOR_LINK, STORE = "actor_link", "store"  # links, by their roles
+OF_LINKS = {ACTOR_LINK: ("partition", "slow", "cut"), STORE: ("partition", "slow", "errors")}
+KINDS = tuple(dict.fromkeys([*OF_PROCESSES, *OF_LINKS[ACTOR_LINK], *OF_LINKS[STORE]]))
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault.
 
-    kind:    "kill" is SIGKILL; the others last `seconds`: "pause" (SIGSTOP), "fill_disk", "fill_memory" (its limits)
-    target:  a role of the run's processes (`ROLES`); of several processes the one that `choice` (0 to 1) names
+    kind:    of processes "kill" (SIGKILL), "pause" (SIGSTOP), "fill_disk", "fill_memory" (its limits); of links
+             "partition", "slow", "cut", "errors" (see `FaultyLink`). All but "kill" and "cut" last `seconds`
+    target:  a role of the run's processes (`ROLES`), of several the one that `choice` (0 to 1) names; or a link
     clock:   the count that says when, and `at` the number
     """
 
@@ -68,27 +73,41 @@ LOOP = Menu(
     {"segments": (100, 400), "versions": (10, 60)},
 )
 TRAINING = Menu(("rank", "attempt"), {"step": (20, 120), "checkpoints": (1, 3)})
+SERVING = Menu(("replica", "controller", "serve", "proxy"), {"requests": (200, 1000)})
 
 
 def draw_faults(
-    seed: int, num_faults: int, menu: Menu, targets: Sequence[str] = (), kinds: Sequence[str] = KINDS
+    seed: int,
+    num_faults: int,
+    menu: Menu,
+    links: Sequence[str] = (),
+    targets: Sequence[str] = (),
+    kinds: Sequence[str] = (),
 ) -> list[Fault]:
-    """Faults on each clock of the menu, in its order. targets: of the menu; none: all. Raises ConfigError."""
-    for name, given, known in (("kind", kinds, KINDS), ("target", targets, menu.targets)):
+    """Faults on each clock of the menu, in its order. Raises ConfigError.
+
+    links: that there are, by their roles; targets, kinds: that may be drawn, none: all
+    """
+    known = {target: OF_LINKS.get(target, OF_PROCESSES) for target in (*menu.targets, *links)}
+    for name, given, all_names in (("kind", kinds, KINDS), ("target", targets, [*known])):
         for each in given:
-            if each not in known:
-                raise ConfigError(name, each, f"is none of {', '.join(known)}", suggest(each, known))
+            if each not in all_names:
+                raise ConfigError(name, each, f"is none of {', '.join(all_names)}", suggest(each, all_names))
+    choices = {target: [kind for kind in known[target] if kind in (kinds or KINDS)] for target in targets or known}
+    choices = {target: possible for target, possible in choices.items() if possible}
+    if not choices:
+        raise ConfigError("kind", ", ".join(kinds), f"is no fault of {', '.join(targets or known)}")
     rng = random.Random(seed)
     now = Counter[str]()
     faults: list[Fault] = []
     for _ in range(num_faults):
         clock = rng.choice(sorted(menu.gaps))
         now[clock] += rng.randint(*menu.gaps[clock])
-        kind = rng.choice(list(kinds))
-        seconds = round(rng.uniform(*PAUSES_S), 1) if kind != "kill" else 0.0
-        target = rng.choice(list(targets or menu.targets))
+        target = rng.choice([*choices])
+        kind = rng.choice(choices[target])
+        seconds = 0.0 if kind in AT_ONCE else round(rng.uniform(*PAUSES_S), 1)
         faults.append(Fault(kind, target, clock, now[clock], round(rng.random(), 3), seconds))
-    return faults
+    return sorted(faults, key=lambda each: (each.clock, each.at))
 
 
 def shrink(faults: Sequence[Fault], is_violated: Callable[[Sequence[Fault]], bool]) -> list[Fault]:
