@@ -137,6 +137,7 @@ class RunSession:
         self._notes: list[str] = []
         self._printed_lines: list[str] = []  # of a job, and notes; the live display shows all notes all the time
         self._view: RunView | None = None
+        self._shows_metrics = False
         self._record: Run | None = None
         self._job: ray_jobs.JobHandle | None = None
         self._line_throttle = run_view.LineThrottle()
@@ -227,7 +228,9 @@ class RunSession:
         time.sleep(run_view.REFRESH_S)
         self._read_record()
         outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
-        if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
+        if not self._shows_metrics:
+            view = self._view  # its first metrics may come with lines, which are printed
+            self._shows_metrics = view is not None and bool(view.metrics or view.phase == train_display.TRAINING)
             assert self._job_log is not None
             for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
                 self._console.print(masked := self._typed.environment.mask(line))  # not every job records metrics
