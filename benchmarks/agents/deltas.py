@@ -64,8 +64,10 @@ def make_batch(algorithm: TextPolicyGradient, tokens: list[int], number: int) ->
             first = (number * GROUP + index) * LENGTH
             row = np.array(tokens[first : first + LENGTH + 1], np.int32)
             places = np.arange(LENGTH + 1)
-            extras = {"trains": (places >= PROMPT) & (places < LENGTH), "advantage": advantages[index : index + 1]}
-            extras["advantage"] = extras["advantage"].astype(np.float32)
+            extras = {
+                "trains": (places >= PROMPT) & (places < LENGTH),
+                "advantage": np.full(LENGTH + 1, advantages[index], np.float32),
+            }
             gained = np.zeros(LENGTH, np.float32)
             gained[-1] = rewards[index]
             versions = np.full(LENGTH, algorithm.version, np.int64)

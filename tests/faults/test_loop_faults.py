@@ -1,18 +1,21 @@
-"""Kill the gateway, the learner and the actors of a real run, by name; the run goes on and the books balance."""
+"""Kill the gateway, the learners and the weight store of a real run; the run goes on and the books balance."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import pytest
 
+import shoal.runs
+from shoal.libs.chaos.plan import Fault
 from shoal_program import Program
 from waiting import wait_for
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 TOKEN = "a token of the tests"
 STATE_S = 400.0
 ORDINARY = ("shutdown", "stale_admission", "stale_consumption")  # drops that need no fault
+CRASHES = ("gateway_crash", "learner_crash", "lease_lost")
 
 
 class Loop:
@@ -84,55 +88,37 @@ class Loop:
         return stats["segments"]
 
 
-@pytest.fixture
-def loop(cluster: EmbeddedCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Loop]:
-    with Loop(tmp_path / "run", f"faults-{os.getpid()}-{request.node.name[:30]}") as made:
-        yield made
-
-
 def assert_balanced(segments: dict[str, Any]) -> None:
     dropped = sum(segments["dropped"].values())
     assert segments["received"] == segments["consumed"] + segments["queued"] + dropped, segments
     assert segments["balanced"]
 
 
-def test_a_killed_gateway_comes_back_where_it_was_and_the_actors_resend(loop: Loop) -> None:
-    for index in range(2):
-        loop.start_actor(f"actor-{index}")
-    loop.learn_on()
-    before = loop.gateway()
-    assert_balanced(before["segments"])
-    os.kill(before["pid"], signal.SIGKILL)
-    wait_for(lambda: loop.gateway()["pid"] != before["pid"], STATE_S, "another gateway")
-    wait_for(lambda: sum(actor["connected"] for actor in loop.gateway()["actors"]) == 2, STATE_S, "both actors")
-    loop.learn_on()
-    assert all(actor.process.poll() is None for actor in loop.actors)
-    after = loop.gateway()["segments"]
-    assert_balanced(after)
-    assert after["received"] > before["segments"]["received"]
-    assert loop.learner()["restored_updates"] == 0  # the learner lived on
-    segments = loop.close()
-    assert_balanced(segments)
-    assert segments["queued"] == 0
-    assert set(segments["dropped"]) <= {*ORDINARY, "gateway_crash", "lease_lost"}
-    assert [actor.wait() for actor in loop.actors] == [0, 0]
+FAULTS = [
+    Fault("kill", "gateway", "segments", 60),
+    Fault("cut", "actor_link", "segments", 90),
+    Fault("kill", "learner", "segments", 120),
+    Fault("partition", "actor_link", "segments", 150, seconds=1.0),
+    Fault("kill", "weights", "versions", 10),
+]
 
 
-def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counted(loop: Loop) -> None:
-    loop.start_actor("actor-0")
-    loop.learn_on(30)
-    before = loop.learner()
-    os.kill(before["pid"], signal.SIGKILL)
-    wait_for(lambda: loop.learner()["pid"] != before["pid"], STATE_S, "another learner")
-    after = loop.learner()
-    assert 0 < after["restored_updates"] <= after["updates"]
-    loop.learn_on()
-    assert loop.learner()["weights_version"] > before["weights_version"]  # no version is used twice
-    assert_balanced(loop.gateway()["segments"])
-    segments = loop.close()
-    assert_balanced(segments)
-    assert segments["queued"] == 0
-    assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
+def test_a_run_whose_parts_are_killed_and_whose_actors_are_cut_off_keeps_its_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user tries it. A mean return of 200 over 100 episodes takes more than 150 segments."""
+    job = ["actor_learner", "--actors", "2", "target_return=200", "gateway.heartbeat_s=0.2", "gateway.timeout_s=2"]
+    campaign = {"run": job, "equal": [], "seed": 0, "faults": [asdict(each) for each in FAULTS]}
+    file = tmp_path / "campaign.json"
+    file.write_text(json.dumps(campaign))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    with Program([sys.executable, "-m", "shoal", "chaos", "replay", str(file), "--json"]) as program:
+        assert program.wait() == 0
+    found = json.loads(next((tmp_path / "home" / "chaos").glob("*.json")).read_text())
+    assert {each["fault"]["target"] for each in found["strikes"] if each["victim"]} == {e.target for e in FAULTS}
+    assert not found["missed"]
+    accounts = shoal.runs.load(found["run_id"]).list_events("accounting")
+    assert {name for _, each in accounts for name, num in each["dropped"].items() if num} <= {*ORDINARY, *CRASHES}
 
 
 @pytest.mark.soak
