@@ -10,8 +10,8 @@ ahead (`max_version_lag=1`); gateway and learner are Ray workers with a thread e
 session, and TRL's with its training.
 
 http: the same, by the driver of `shoal run agents` over HTTP: seconds of a step. smollm2: SmolLM2-135M in float32, 4
-groups of 4 answers of up to 64 tokens, whose share of vowels is the reward; the stock client of OpenAI over HTTP. Learners
-have one thread for letters, where two take longer, and as many as there are cores for SmolLM2; our sampler has one.
+groups of 4 answers of up to 64 tokens, whose share of vowels is the reward; the stock client of OpenAI over HTTP.
+Learners have one thread for letters, where two take longer, and all cores for SmolLM2; our sampler has one.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def main() -> None:
         if SMOLLM2 in chosen.only:
             sizes = {"group_size": NUM_ANSWERS, "groups_per_step": NUM_GROUPS, "learning_rate": 1e-6}
             threads = count_usable_cores()
-            learner = {"torch_threads": threads}
-            spec = make_spec(find_folder(str(GGUF)), sizes, max_tokens=NUM_TOKENS, length=256, slots=32, learner=learner)
+            fields = {"max_tokens": NUM_TOKENS, "length": 256, "slots": 32, "learner": {"torch_threads": threads}}
+            spec = make_spec(find_folder(str(GGUF)), sizes, **fields)
             asked = {"steps": 2 if chosen.quick else 4, "timeout_s": 2 * TIMEOUT_S, "rewards": "vowels"}
             asked |= {"groups": NUM_GROUPS, "max_tokens": NUM_TOKENS, "learning_rate": 1e-6, "group_size": NUM_ANSWERS}
             words = ("--max-tokens", str(NUM_TOKENS), "--reward", "vowels")

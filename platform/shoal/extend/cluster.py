@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from shoal.cluster.job_main import expected_run_id, find_dashboard_url, is_connected, job_main, print_too
     from shoal.cluster.jobs import JobHandle, JobStatus, list_jobs, new_submission_id, require_no_shadowing, submit
     from shoal.cluster.ports import find_free_port
-    from shoal.cluster.processes import Program, end_programs, find_cluster_processes, find_marked_processes, start_program, wait_for_programs
+    from shoal.cluster.processes import (
+        Program,
+        end_programs,
+        find_cluster_processes,
+        find_marked_processes,
+        start_program,
+        wait_for_programs,
+    )
     from shoal.cluster.run_queue import format_needs
 
 __getattr__ = load_on_demand(__name__)
