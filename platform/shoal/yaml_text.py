@@ -55,7 +55,7 @@ def parse_yaml(text: str) -> Any:
     """Parse a spec's file or an override's value. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
-    except ValueError as error:  # an invalid date or number, such as 2026-02-30
+    except (ValueError, RecursionError) as error:  # an invalid date or number, such as 2026-02-30; a deep nesting
         raise MarkedYAMLError(problem=str(error)) from error
 
 
