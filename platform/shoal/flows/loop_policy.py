@@ -211,8 +211,8 @@ class LoopPolicy:
             happened.append(("restored", {"step": self.num_steps, "damaged": learner["damaged_checkpoints"]}))
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
-        happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
-        happened += [("replica_joined", {"pid": pid}) for pid in sorted(pids - self._replica_pids)]
+        happened += [("learner_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
+        happened += [("learner_joined", {"pid": pid}) for pid in sorted(pids - self._replica_pids)]
         self._replica_pids = pids
         failure = self.learner.get("checkpoint_failure", "")
         if failure and failure != self._checkpoint_failure:

@@ -26,7 +26,7 @@ _MESSAGES = {
     NO_CHECKPOINT: "there is no checkpoint: it begins again, at step 0",
     "worker_lost": "worker {index} died ({cause}): another takes its place, the others go on",
     "server_lost": "server {index} died ({cause}): another takes its place, the others go on",
-    "replica_lost": "the learner with the process id {pid} is gone: the others go on",
+    "learner_lost": "the learner with the process id {pid} is gone: the others go on",
     "worker_departed": "worker {index} was asked to leave: another takes its place, the others go on",
     "malformed": "a message is no reading, and is passed over ({origin}: {problem}: {text!r}); more are counted",
     "not_held": "messages such as {topic}'s have QoS 0: the broker holds none of them while the run is away",

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from shoal.runs.event_messages import format_warning
 from shoal.runs.formatting import format_age, format_duration, format_metric, format_number, format_size, parse_duration
 from shoal.runs.record.provenance import format_masked_command, mask_command_line
 
@@ -55,3 +56,9 @@ def test_the_user_of_a_url_is_masked() -> None:
     assert "args.at=a@b" in shown
     assert mask_command_line("pip install https://t0ken@example.org/x") == "pip install 'https://***@example.org/x'"
     assert mask_command_line("curl https://example.org/a@b") == "curl https://example.org/a@b"
+
+
+def test_a_replica_of_an_endpoint_that_is_lost_is_no_learner() -> None:
+    """Both are events of one record; a display that could not word one would end the run."""
+    assert format_warning("replica_lost", {"model": "", "version": None, "reason": "did not report"}) == ""
+    assert "the others go on" in format_warning("learner_lost", {"pid": 1})
