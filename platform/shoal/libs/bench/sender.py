@@ -79,7 +79,7 @@ class LoadSender:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_PreciseSelector())) as runner:
             runner.run(self._send_all(begin_s, since_s))
         self.cpu_share = (time.thread_time() - used_s) / (time.monotonic() - begin_s)
-        rows: Any = np.rec.fromarrays(list(zip(*self._rows, strict=True)), names=NAMES)
+        rows: Any = np.rec.fromarrays(list(zip(*self._rows, strict=True)), names=NAMES)  # type: ignore[call-overload]
         return rows[rows.due_s >= since_s]
 
     def judge(self, payload: int, kind: str, version: str, body: bytes) -> tuple[str, int]:
