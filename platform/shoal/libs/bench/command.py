@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -103,7 +102,6 @@ def bench_endpoint(
       shoal bench fashion --callers 32 --rows images.npz --rows-per-request 4
       shoal bench https://models.example --model smollm --rate 2 --text @questions.jsonl --with max_tokens=100
     """
-    _allow_connections()
     target = find_endpoint(endpoint, model)
     with target.connect(key) as client:
         name = model or _find_model(client)
@@ -131,12 +129,6 @@ def _find_model(client: Client) -> str:
     return names.pop()
 
 
-def _allow_connections() -> None:
-    """As many as the system permits: each is an open file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 @bench.verb("gateway", show=_show, work="playing")
 def bench_gateway(
     gateway: Annotated[str, "ADDRESS|RUN"],
@@ -156,7 +148,6 @@ def bench_gateway(
       shoal bench gateway latest --actors 200
       shoal bench gateway tcp://10.0.0.7:5555 --actors 1000 --steps-per-s 20 --seconds 60
     """
-    _allow_connections()
     address = gateway
     if "://" not in gateway:
         addresses = [each.address for each in load(gateway).endpoints() if each.kind == "gateway"]

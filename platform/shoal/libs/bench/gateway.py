@@ -17,6 +17,7 @@ import zmq
 
 from shoal.extend.rl import ActorClient, ReceivedWeights
 from shoal.libs.bench.endpoint import BUSY, BUSY_WARNING, measure
+from shoal.libs.bench.sender import allow_connections
 from shoal.wire import ExperienceSpec, Segment, TensorSpec, WeightsMessage
 
 MAX_SOCKETS = 65_536
@@ -79,24 +80,25 @@ class SimulatedActors:
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._actors = [
+        self.actors = [
             SimulatedActor(number, self._context, address, token, server_key) for number in range(num_actors)
         ]
         self._steps_per_s = steps_per_s
 
     def connect(self) -> None:
         """Raises ConnectionLost, Refused."""
-        for actor in self._actors:
+        allow_connections()
+        for actor in self.actors:
             actor.connect()
 
     def close(self) -> None:
-        for actor in self._actors:
+        for actor in self.actors:
             actor.close(drain_timeout_s=0.0)
         self._context.destroy(linger=200)
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Play for so long, and count. Raises as `connect`."""
-        actors = self._actors
+        actors = self.actors
         length = actors[0].segment.num_steps
         segment_s = length / self._steps_per_s if self._steps_per_s else 0.0
         used_s, begin_s = time.thread_time(), time.monotonic()

@@ -9,6 +9,7 @@ coordinated omission (Gil Tene, How NOT to measure latency; wrk2). Called by `sh
 from __future__ import annotations
 
 import asyncio
+import resource
 import select
 import selectors
 import ssl
@@ -73,6 +74,7 @@ class LoadSender:
         and done_s, by time.monotonic(), each done_s where it did not come to that; payload, the index of what was sent;
         kind: "ok", an error's status, LOST, INCOMPLETE or UNANSWERED; version of the answering model, or "-"; tokens.
         """
+        allow_connections()
         used_s, begin_s = time.thread_time(), time.monotonic()
         since_s = begin_s + self.warm_up_s
         self.end_s = since_s + self.seconds
@@ -158,6 +160,12 @@ class LoadSender:
             writer.transport.abort()
         url = urlsplit(self.url)
         return await asyncio.open_connection(url.hostname, url.port or url.scheme, ssl=self.tls)
+
+
+def allow_connections() -> None:
+    """As many as the system permits to this process: each is an open file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_header(head: str, name: str) -> str:
