@@ -110,7 +110,7 @@ class SimulatedActors:
                 time.sleep(ROUND_S)
         cpu_share = (time.thread_time() - used_s) / seconds
         accepted = np.sort([actor.acknowledged["accepted"] for actor in actors])
-        waits_s = np.concatenate([[*actor.waits_s, (end_s - actor.due_s) * actor.is_waiting] for actor in actors])
+        waits_s = np.concatenate([[*actor.waits_s, *[end_s - actor.due_s] * actor.is_waiting] for actor in actors])
         outcomes = sum((Counter(actor.drops) for actor in actors), Counter(accepted=int(accepted.sum())))
         return {
             "steps_per_s": float(accepted.sum()) * length / seconds,
