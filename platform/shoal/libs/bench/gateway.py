@@ -43,11 +43,7 @@ class SimulatedActor(ActorClient):
         super().__init__(address, token, f"bench-{number}", server_key=server_key, context=context)
         self._weights = _VersionsOnly(0)
         self.due_s, self.is_waiting = 0.0, False
-
-    def connect(self) -> ExperienceSpec:
-        spec = super().connect()
-        self.segment = make_segment(spec)
-        return spec
+        self.segment: Segment
 
     def reset(self, due_s: float) -> None:
         """Count from now on."""
@@ -89,7 +85,7 @@ class SimulatedActors:
         """Raises ConnectionLost, Refused."""
         allow_connections()
         for actor in self.actors:
-            actor.connect()
+            actor.segment = make_segment(actor.connect())
 
     def close(self) -> None:
         for actor in self.actors:

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import numpy as np
 
 OK, LOST, INCOMPLETE, UNANSWERED = "ok", "connection lost", "incomplete answer", "no answer in time"
-IDLE_S = 5.0  # as HTTP clients do, a connection is closed before the server may close it
 RETRY_S = 0.02  # a server that is gone is asked again after a moment, not as fast as the loop can turn
 EXAMPLE_BYTES = 300
 NAMES = "due_s,sent_s,first_s,done_s,payload,kind,version,tokens"
@@ -64,7 +63,7 @@ class LoadSender:
         self.end_s = self.cpu_share = 0.0
         self.is_full = False
         self._rows: list[tuple[float | str, ...]] = []
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = []  # and since when
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._num_sent = 0
 
     def run(self) -> Any:
@@ -119,7 +118,7 @@ class LoadSender:
                 if (wait_s := due_s - time.monotonic()) > 0:
                     await asyncio.sleep(wait_s)
                 tasks.create_task(self._send(due_s))
-        for _, writer, _ in self._idle:
+        for _, writer in self._idle:
             writer.transport.abort()
         await asyncio.sleep(0)  # in which the sockets are closed
 
@@ -138,9 +137,10 @@ class LoadSender:
                 reader, writer = await self._connect()
                 times_s.append(time.monotonic())
                 kind, version, body, is_last = await self.exchange(reader, writer, self.payloads[payload], times_s)
+                times_s.append(time.monotonic())
                 kind, tokens = self.judge(payload, kind, version, body)
                 if not is_last:
-                    self._idle.append((reader, writer, time.monotonic()))
+                    self._idle.append((reader, writer))
                     writer = None
         except TimeoutError:
             pass
@@ -154,8 +154,8 @@ class LoadSender:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
-            reader, writer, since_s = self._idle.pop()
-            if time.monotonic() - since_s < IDLE_S and not reader.at_eof():
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
                 return reader, writer
             writer.transport.abort()
         url = urlsplit(self.url)
