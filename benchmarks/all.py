@@ -22,6 +22,7 @@ NAMES = (
         "gateway_durable",
         "idle_sessions",
         "thousand_actors",
+        "simulated_cluster",
         "host_loss",
     ),
     *("steady_lag", "mixed_policies", "load", "tables", "messy_tables", "websocket", "browser", "godot", "films"),
