@@ -19,6 +19,7 @@ import pytest
 import rl_setting
 import typed
 from answering import run_app, run_server
+from certificates import Authority
 from registered import tensors
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
@@ -175,7 +176,7 @@ def test_an_endpoint_by_its_rows_its_versions_and_its_errors(host: FakeHost, tmp
         assert "m, other" in typed.complaint(f"bench {url}")
 
 
-def test_a_text_has_its_first_token_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_has_its_first_token_and_tokens_over_https_and_below_a_path(tmp_path: Path) -> None:
     asked = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -188,10 +189,11 @@ def test_a_text_has_its_first_token_and_tokens(monkeypatch: pytest.MonkeyPatch) 
         }
         headers = [(b"shoal-model-version", b"3")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if scope["path"] in answers:
-            await send({"type": "http.response.body", "body": json.dumps(answers[scope["path"]]).encode()})
+        path = scope["path"].removeprefix("/below")
+        if path in answers:
+            await send({"type": "http.response.body", "body": json.dumps(answers[path]).encode()})
             return
-        asked.append((scope["path"], json.loads(body)))
+        asked.append((path, json.loads(body)))
         usage = {"prompt_tokens": 4, "completion_tokens": 5}
         for event in ({"choices": [{"delta": {"content": "a \n\n"}}]}, {"choices": [], "usage": usage}):
             await send(
@@ -199,9 +201,13 @@ def test_a_text_has_its_first_token_and_tokens(monkeypatch: pytest.MonkeyPatch) 
             )
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    with socket.create_server(("127.0.0.1", 0)) as listener, run_app(app, listener):
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        found = bench(f"{url} --rate 20 --seconds 0.5 --warm-up 0 --text hello --with max_tokens=5")
+    authority = Authority(tmp_path)
+    authority.sign()
+    files = {"ssl_certfile": tmp_path / "server.pem", "ssl_keyfile": tmp_path / "server.key"}
+    with socket.create_server(("127.0.0.1", 0)) as listener, run_app(app, listener, **files):
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/below"
+        line = f"{url} --ca {authority.ca} --rate 20 --seconds 0.5 --warm-up 0"
+        found = bench(f"{line} --text hello --with max_tokens=5")
     assert asked[0][0] == "/v1/chat/completions"
     assert asked[0][1]["messages"] == [{"role": "user", "content": "hello"}]
     assert asked[0][1]["max_tokens"] == 5
