@@ -42,17 +42,22 @@ class SimulatedActor(ActorClient):
     def __init__(self, number: int, context: zmq.Context[Any], address: str, token: str, server_key: str) -> None:
         super().__init__(address, token, f"bench-{number}", server_key=server_key, context=context)
         self._weights = _VersionsOnly(0)
-        self.due_s, self.is_waiting = 0.0, False
         self.segment: Segment
+        self.due_s = 0.0
+        self.is_waiting = False
 
     def reset(self, due_s: float) -> None:
         """Count from now on."""
-        self.acknowledged, self.drops = dict.fromkeys(self.acknowledged, 0), {}
-        self.versions, self.waits_s, self.due_s = set[int](), list[float](), due_s
+        self.acknowledged = dict.fromkeys(self.acknowledged, 0)
+        self.drops = {}
+        self.versions = set[int]()
+        self.waits_s = list[float]()
+        self.due_s = due_s
 
     def step(self, segment_s: float) -> bool:
         """Receive what has come, and send the segment that is due; False where none was sent."""
-        newer, now_s = self.newer_weights(0), time.monotonic()
+        newer = self.newer_weights(0)
+        now_s = time.monotonic()
         if newer is None or now_s < self.due_s:
             return False
         self.versions.add(newer[0])
@@ -60,7 +65,8 @@ class SimulatedActor(ActorClient):
             self.is_waiting = True
             return False
         self.waits_s.append((now_s - self.due_s) * self.is_waiting)
-        self.is_waiting, self.due_s = False, now_s + segment_s
+        self.is_waiting = False
+        self.due_s = now_s + segment_s
         self.send(replace(self.segment, versions=np.full(self.segment.num_steps, newer[0])))
         return True
 
@@ -97,7 +103,8 @@ class SimulatedActors:
         actors = self.actors
         length = actors[0].segment.num_steps
         segment_s = length / self._steps_per_s if self._steps_per_s else 0.0
-        used_s, begin_s = time.thread_time(), time.monotonic()
+        used_s = time.thread_time()
+        begin_s = time.monotonic()
         end_s = begin_s + seconds
         for number, actor in enumerate(actors):
             actor.reset(begin_s + segment_s * number / len(actors))

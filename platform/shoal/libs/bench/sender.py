@@ -74,7 +74,8 @@ class LoadSender:
         kind: "ok", an error's status, LOST, INCOMPLETE or UNANSWERED; version of the answering model, or "-"; tokens.
         """
         allow_connections()
-        used_s, begin_s = time.thread_time(), time.monotonic()
+        used_s = time.thread_time()
+        begin_s = time.monotonic()
         since_s = begin_s + self.warm_up_s
         self.end_s = since_s + self.seconds
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_PreciseSelector())) as runner:
@@ -97,7 +98,8 @@ class LoadSender:
         writer.write(payload)
         head = (await reader.readuntil(b"\r\n\r\n")).lower().decode()
         times_s.append(time.monotonic())
-        status, body = head[9:12], b""
+        status = head[9:12]
+        body = b""
         if length := find_header(head, "content-length"):
             body = await reader.readexactly(int(length))
         else:
@@ -131,7 +133,11 @@ class LoadSender:
         payload = self._num_sent % len(self.payloads)
         self._num_sent += 1
         self.is_full |= self._free.locked()
-        times_s, kind, version, tokens, writer = [due_s], UNANSWERED, "-", 0, None
+        times_s = [due_s]
+        kind = UNANSWERED
+        version = "-"
+        tokens = 0
+        writer = None
         try:
             async with asyncio.timeout_at(due_s + self.timeout_s), self._free:
                 reader, writer = await self._connect()
