@@ -9,6 +9,7 @@ the same cores, which takes part of what the others would have; a store in a fol
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -53,10 +54,16 @@ def make_segment() -> Segment:
 
 
 @contextmanager
-def serving(spec: GatewaySpec, ledger: Ledger, store: Store | None) -> Iterator[Gateway]:
-    """A gateway whose queue a learner empties."""
-    weights = WeightStore()
-    weights.publish(WeightSnapshot.of(1, {"w": np.zeros((2, 4), np.float32), "b": np.zeros(2, np.float32)}))
+def serving(
+    spec: GatewaySpec,
+    ledger: Ledger,
+    store: Store | None,
+    segments_per_s: float = math.inf,
+    publish_s: float = math.inf,
+) -> Iterator[Gateway]:
+    """A gateway whose queue a learner empties, at this rate; it publishes a version each `publish_s`."""
+    weights, tensors = WeightStore(), {"w": np.zeros((2, 4), np.float32), "b": np.zeros(2, np.float32)}
+    weights.publish(WeightSnapshot.of(1, tensors))
     queue = ExperienceQueue(spec.queue_capacity or 96, ledger)
     commit = None if store is None else GroupCommit(SegmentLog(store, EXPERIENCE), queue)
     gateway = Gateway(GatewaySetting(spec, EXPERIENCE, TOKEN), queue, weights, group_commit=commit)
@@ -65,12 +72,17 @@ def serving(spec: GatewaySpec, ledger: Ledger, store: Store | None) -> Iterator[
 
     def learn() -> None:
         request = BatchRequest(4 * NUM_STEPS, 16 * NUM_STEPS, 16, 0.1)
+        version, published_s = 1, time.monotonic()
         while not ended.is_set():
+            if time.monotonic() > published_s + publish_s:
+                version, published_s = version + 1, time.monotonic()
+                weights.publish(WeightSnapshot.of(version, tensors))
             request = request._replace(number=request.number + 1)
             batch = queue.take("learner", request)
             if batch is not None:
                 queue.acknowledge(batch.lease_id, [None] * len(batch.lengths))
                 request = request._replace(position=batch.position, lease=batch.lease_id)
+                ended.wait(len(batch.lengths) / segments_per_s)
 
     learner = threading.Thread(target=learn)
     learner.start()

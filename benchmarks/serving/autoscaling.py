@@ -29,10 +29,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from benchmarks.children import ROOT, scratch
 from benchmarks.result import Row, compare, options, write
 from benchmarks.serving.drive import Drive
-from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, server_of
 from benchmarks.serving.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.batching.latency_model import ForwardTime
+from shoal.libs.bench.sender import OK
 from shoal.serve.scaling import ScalePolicy
 from shoal.serve.spec.scale import ScaleSpec
 

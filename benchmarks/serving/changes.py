@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -38,8 +38,9 @@ CHANGES = ("canary", "promote", "rollback", "set")
 
 
 @contextmanager
-def open_endpoint(home: Path) -> Iterator[Any]:
-    """An endpoint of version 1 of a model that has two, on a cluster of its own."""
+def open_endpoint(home: Path, names: Sequence[str] = (NAME,), num_versions: int = 2) -> Iterator[Any]:
+    """An endpoint of version 1 of each model, on a cluster of its own. Answers are the version, of the second model
+    1,000 more."""
     from shoal.cluster.embedded_cluster import start_cluster
 
     os.environ["SHOAL_HOME"] = str(home)
@@ -62,13 +63,14 @@ def open_endpoint(home: Path) -> Iterator[Any]:
         stack.callback(ray.shutdown)
         x, y = (TensorSignature(name=name, datatype="FP32", shape=[-1, 1]) for name in "xy")
         factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
-        for version in (1, 2):
-            tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.full(1, version, np.float32)}
-            snapshot = WeightSnapshot.of(version, tensors)
-            Registry().register(NAME, snapshot, model=factory, signature=Signature(inputs=[x], outputs=[y]))
+        for number, name in enumerate(names):
+            for version in range(1, num_versions + 1):
+                bias = np.full(1, version + 1000 * number, np.float32)
+                snapshot = WeightSnapshot.of(version, {"weight": np.zeros((1, 1), np.float32), "bias": bias})
+                Registry().register(name, snapshot, model=factory, signature=Signature(inputs=[x], outputs=[y]))
         serve.RunTarget = functools.partial(serve.RunTarget, external_scaler_enabled=True)  # type: ignore[misc,assignment]
         spec = EndpointSpec.parse({"name": NAME, "num_cpus": 0.1, "show_errors": True})
-        endpoint = deploy(spec, [model_from_ref(f"{NAME}@1")])
+        endpoint = deploy(spec, [model_from_ref(f"{name}@1") for name in names])
         stack.callback(endpoint.close)
         yield endpoint
 
@@ -93,7 +95,16 @@ def ask(connection: http.client.HTTPConnection, path: str, is_removed: Callable[
     return f"lost: {response.status} {answer}"
 
 
-def change(endpoint: Any, kill: Callable[[int], None], removed: threading.Event) -> None:
+def kill(num_replicas: int) -> None:
+    """One of this process's replicas, of which there are at least so many."""
+    import psutil
+
+    replicas = [each for each in psutil.Process().children(recursive=True) if "ServeReplica" in each.name()]
+    assert len(replicas) >= num_replicas, replicas
+    os.kill(replicas[-1].pid, signal.SIGKILL)
+
+
+def change(endpoint: Any, removed: threading.Event) -> None:
     """Each change, one after the other."""
     from shoal.client import Client
 
@@ -125,15 +136,8 @@ def change(endpoint: Any, kill: Callable[[int], None], removed: threading.Event)
 
 def measure(home: Path, num_requests: int) -> tuple[Counter[str], Counter[str]]:
     """What became of the requests, and the changes in the endpoint's log."""
-    import psutil
-
     became: Counter[str] = Counter()
     removed, is_over = threading.Event(), threading.Event()
-
-    def kill(num_replicas: int) -> None:
-        replicas = [each for each in psutil.Process().children(recursive=True) if "ServeReplica" in each.name()]
-        assert len(replicas) >= num_replicas, replicas
-        os.kill(replicas[-1].pid, signal.SIGKILL)
 
     with open_endpoint(home) as endpoint, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         url = urlsplit(endpoint.url)
@@ -147,7 +151,7 @@ def measure(home: Path, num_requests: int) -> tuple[Counter[str], Counter[str]]:
 
         clients = [pool.submit(request) for _ in range(NUM_CLIENTS)]
         try:
-            change(endpoint, kill, removed)
+            change(endpoint, removed)
         finally:
             is_over.set()
         for each in clients:

@@ -14,7 +14,9 @@ import numpy as np
 
 from benchmarks.children import OUR_PYTHON, Child
 from benchmarks.serving.driver import Plan
-from benchmarks.serving.exchange import OK
+from shoal.extend.client import EndpointRequest
+from shoal.libs.bench.endpoint import encode_request
+from shoal.libs.bench.sender import OK
 
 BINARY_HEADER = "Inference-Header-Content-Length"
 MOST_CONNECTIONS = 1500
@@ -94,6 +96,7 @@ class Drive:
     def __init__(self, folder: Path, target: Target, **plan: object) -> None:
         number = next(_numbers)
         parts = urlsplit(target.url)
+        url = f"http://{parts.netloc}"
         files = []
         for index, request in enumerate(target.requests):
             file = folder / f"request-{number}-{index}"
@@ -101,7 +104,7 @@ class Drive:
             files.append(str(file))
         self._out = folder / f"outcome-{number}.npz"
         content = {"connections": MOST_CONNECTIONS, "grpc_path": target.grpc_path} | plan
-        self._plan = Plan(str(parts.hostname), int(parts.port or 80), files, str(self._out), **content)  # type: ignore[arg-type]
+        self._plan = Plan(url, files, str(self._out), **content)  # type: ignore[arg-type]
         path = folder / f"plan-{number}.json"
         path.write_text(json.dumps(asdict(self._plan)))
         self._child = Child([OUR_PYTHON, "-m", "benchmarks.serving.driver", str(path)], folder, goodbye_s=0.0)
@@ -116,11 +119,11 @@ class Drive:
         while "out" not in said:
             said = self._child.answer(plan.warm_up_s + plan.seconds + plan.timeout_s + GRACE_S)
         with np.load(self._out) as found:
-            columns = {name: found[name] for name in ("due_s", "sent_s", "done_s", "kinds", "versions")}
-            share = plan.seconds / (plan.seconds + plan.warm_up_s)
+            rows, cpu_s = found["rows"], float(found["cpu_share"]) * plan.seconds
             examples = dict(zip(found["example_kinds"].tolist(), found["examples"].tolist(), strict=True))
-            cpu_s = float(found["cpu_s"]) * share
-        return Outcome(**columns, seconds=plan.seconds, cpu_s=cpu_s, examples=examples)
+        times = (rows["due_s"], rows["sent_s"], rows["done_s"])
+        versions = np.where(rows["kind"] == OK, rows["version"], "0").astype(int)
+        return Outcome(*times, rows["kind"], versions, plan.seconds, cpu_s, examples)
 
     def __enter__(self) -> Drive:
         return self
@@ -146,11 +149,6 @@ def poisson(
 def http_request(url: str, body: bytes, content_type: str = JSON_TYPE, **headers: object) -> bytes:
     """The bytes of one POST. Underscores in the headers' names stand for hyphens."""
     parts = urlsplit(url)
-    lines = [
-        f"POST {parts.path or '/'} HTTP/1.1",
-        f"Host: {parts.netloc}",
-        f"Content-Type: {content_type}",
-        f"Content-Length: {len(body)}",
-        *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
-    ]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    named = {"content-type": content_type, **{name.replace("_", "-"): str(value) for name, value in headers.items()}}
+    request = EndpointRequest("POST", parts.path or "/", named, body)
+    return encode_request(request, f"{parts.scheme}://{parts.netloc}")

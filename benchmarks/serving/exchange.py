@@ -1,4 +1,4 @@
-"""How requests and answers look on one connection, one at a time: HTTP/1.1 with keep-alive, gRPC by call and by stream.
+"""How requests and answers of gRPC look on one connection, one at a time: by call and by stream.
 
 Called by `driver` with the bytes that came; gives it whole answers. Owns no socket and no clock, reads no more of an
 answer than is needed to know that it is whole and what it is: the driver must not be what limits a measurement.
@@ -7,12 +7,11 @@ answer than is needed to know that it is whole and what it is: the driver must n
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-OK = "ok"
+from shoal.libs.bench.sender import OK
+
 STREAM_PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # of a short answer without a length; no body here ends like this
-SHORT_BYTES = 1 << 16  # longer answers are counted, not kept
 
 
 class Answer(NamedTuple):
@@ -22,76 +21,6 @@ class Answer(NamedTuple):
     version: int
     body: bytes
     closing: bool = False  # the server closes the connection after it
-
-
-class Exchange(Protocol):
-    """One side of a connection. `begun` says whether part of an answer has come.
-
-    fewest_bytes: that are worth being woken for; what is shorter, a refusal that is a frame alone, is found later
-    """
-
-    begun: bool
-    fewest_bytes: int
-
-    def opening(self) -> bytes:
-        """What a fresh connection sends first."""
-        ...
-
-    def request(self, payload: bytes) -> bytes:
-        """The bytes of the next request."""
-        ...
-
-    def feed(self, data: bytes) -> tuple[Answer | None, bytes]:
-        """What came is an answer, or not yet one; and what must be sent back at once."""
-        ...
-
-
-class Http1:
-    """`payload` is the whole request, head and body."""
-
-    fewest_bytes = 1
-
-    def __init__(self) -> None:
-        self.begun = False
-        self._received = b""  # head, and the body of a short answer
-        self._missing = 0  # bytes still to come of a long one
-        self._answer: Answer | None = None
-
-    def opening(self) -> bytes:
-        return b""
-
-    def request(self, payload: bytes) -> bytes:
-        return payload
-
-    def feed(self, data: bytes) -> tuple[Answer | None, bytes]:
-        if self._missing > 0:
-            self._missing -= len(data)
-            return (self._finish() if self._missing <= 0 else None), b""
-        self.begun = True
-        self._received = whole = self._received + data if self._received else data
-        end = whole.find(b"\r\n\r\n")
-        if end < 0:
-            return None, b""
-        head = whole[:end].lower()
-        length = _after(head, b"\ncontent-length: ")
-        missing = int(length) - (len(whole) - end - 4) if length else int(not whole.endswith(LAST_CHUNK))
-        if missing > 0 and len(whole) + missing < SHORT_BYTES:
-            return None, b""
-        status = head[9:12].decode()
-        version = _after(head, b"\nshoal-model-version: ")
-        kind = OK if status == "200" else f"refused {status}"
-        self._answer = Answer(kind, int(version or 0), whole[end + 4 :], b"\nconnection: close" in head)
-        self._missing = missing
-        return (self._finish() if missing <= 0 else None), b""
-
-    def _finish(self) -> Answer | None:
-        self.begun, self._received = False, b""
-        return self._answer
-
-
-def _after(head: bytes, mark: bytes) -> bytes:
-    _, _, rest = head.partition(mark)
-    return rest.partition(b"\r")[0]
 
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -105,10 +34,7 @@ SMALLEST_WINDOW = 65_535
 class Grpc:
     """Unary calls of one method. `payload` is the serialised message, of at most one frame (16 kB)."""
 
-    fewest_bytes = 2 * (FRAME_HEAD.size + 4) + 1  # more than two frames that widen a window
-
     def __init__(self, authority: str, path: str) -> None:
-        self.begun = False
         headers = {
             ":method": "POST", ":scheme": "http", ":path": path, ":authority": authority,
             "content-type": "application/grpc", "te": "trailers",
@@ -162,10 +88,9 @@ class Grpc:
 
     def _of_stream(self, kind: int, flags: int, content: bytes) -> Answer | None:
         if kind == DATA and content:
-            self.begun = self._answered = True
+            self._answered = True
             self._body = content
         if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
-            self.begun = False
             good = self._answered and kind != RST_STREAM
             return Answer(OK if good else "refused grpc", 0, self._body)
         return None

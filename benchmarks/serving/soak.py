@@ -30,8 +30,8 @@ import numpy as np
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, stolen_s, write
 from benchmarks.serving.drive import Drive, Outcome, closed, http_request
-from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, Server, server_of
+from shoal.libs.bench.sender import LOST, OK, UNANSWERED
 
 LOAD = 0.7
 DEADLINE_S = 2.0  # what cannot be answered by then, as when a killed replica leaves all to the other, is refused
@@ -43,7 +43,7 @@ WINDOW_S = 5.0
 SETTLE_S = 15.0  # for a replica that has just been started to be let in
 REPLICA = "ServeReplica"
 MEMORY_BAR, P99_BAR = 1.05, 1.2
-LOSSES = ("lost", "hung", "mixed")
+LOSSES = (LOST, UNANSWERED, "mixed")
 
 
 class Trouble:

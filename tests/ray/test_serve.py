@@ -1,5 +1,6 @@
 """An endpoint for real: Ray, HAProxy, HTTP, and weights that change while it is asked."""
 
+import json
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+import typed
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, NUM_REGISTERED, Client, EndpointProcess, Load
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE
@@ -143,6 +145,14 @@ def test_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
     assert set(newer) <= load.versions
+
+
+def test_a_load_has_the_version_that_answers_and_loses_nothing(endpoint: EndpointProcess, version: int) -> None:
+    found = json.loads(typed.said(f"bench {endpoint.url} --model linear --rate 100 --seconds 1 --warm-up 0 --json"))
+    assert found["errors"] == {}
+    assert {each["of"]: each["count"] for each in found["times"]} == {
+        "late when sent": 100, f"version {version}": 100, "all answers": 100
+    }  # fmt: skip
 
 
 def answered(endpoint: EndpointProcess) -> dict[int, int]:

@@ -79,6 +79,7 @@ class ActorClient:
     offers:      the game's spaces, as {"observation": [4], "action": 3}: the gateway compares them with the run's, and
                  a run with env=ask takes them (docs/protocol.md: *Spaces from the game*)
     behaviour:   who acts, as "human", where that is not the run's policy: all of its experience is a demonstration
+    context:     of several clients in one thread, which keeps their sessions alive by its calls; not closed here
     """
 
     inference = "local"
@@ -95,6 +96,7 @@ class ActorClient:
         first_pause_s: float = 0.05,
         offers: Mapping[str, Any] | None = None,
         behaviour: str = "",
+        context: zmq.Context[Any] | None = None,
     ) -> None:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -102,7 +104,7 @@ class ActorClient:
         self._token, self._server_key = token, server_key
         self.behaviour, self.offers = behaviour, dict(offers or {})
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context, self._has_own_context = context, context is None
         self._socket: zmq.Socket[bytes] | None = None
         self._lock = SocketLock()
         self._is_closing = False  # no new session
@@ -132,7 +134,7 @@ class ActorClient:
             self.finished = False
             with suppress(RunChanged):  # the caller gets the new run's spec
                 self._reconnect(math.inf)
-            if self._keepalive_thread is None:
+            if self._keepalive_thread is None and self._has_own_context:
                 self._keepalive_thread = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
                 self._keepalive_thread.start()
             return self.spec
@@ -169,7 +171,7 @@ class ActorClient:
                     self._socket.close(linger=200)
             if self._keepalive_thread is not None and self._keepalive_thread is not threading.current_thread():
                 self._keepalive_thread.join(timeout=5)
-            if self._context is not None:
+            if self._context is not None and self._has_own_context:
                 self._context.destroy(linger=200)
 
     def __enter__(self) -> Self:

@@ -55,6 +55,6 @@ if TYPE_CHECKING:
         VersionName,
         ca_option,
     )
-    from shoal.cli.support.verbs import AsJson, CommandGroup, verb
+    from shoal.cli.support.verbs import AsJson, CommandGroup, DefaultCommandGroup, verb
 
 __getattr__ = load_on_demand(__name__)

@@ -6,6 +6,8 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.client.address import normalize_address
+    from shoal.client.payload import encode_inputs
+    from shoal.client.requests import build_infer_request, build_text_request
     from shoal.client.retry import EndpointRequest, RetryPolicy, request_with_retries
     from shoal.client.transport import AsyncTransport
 

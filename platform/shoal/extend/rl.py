@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from shoal.actor.agent_streams import AgentsEpisode, is_parallel
     from shoal.actor.client import ActorClient
     from shoal.actor.environment import PICTURES, open_environment, translate_environment_errors
+    from shoal.actor.exchange import ReceivedWeights
     from shoal.actor.policy import make_policy
     from shoal.rl.algorithm_config import AlgorithmConfig, AnyAlgorithmConfig
     from shoal.rl.algorithms.actor_critic import find_non_finite

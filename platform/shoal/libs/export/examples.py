@@ -43,7 +43,7 @@ def generate_examples(signature: Signature, layout: BatchLayout, max_rows: int) 
     generator, examples = np.random.default_rng(0), []
     for num_rows, variable_size in SIZES:
         num_rows = min(num_rows, max_rows)
-        inputs = layout.to_model_shapes(make_example(layout.signature, num_rows, variable_size))
+        inputs = layout.to_model_shapes(make_example(layout.signature.inputs, num_rows, variable_size))
         for spec in signature.inputs:
             if NUMPY_DTYPES[spec.datatype].kind == "f":
                 drawn = generator.integers(-16, 17, inputs[spec.name].shape) / 8

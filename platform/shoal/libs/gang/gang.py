@@ -220,7 +220,9 @@ class GangTemplate:
                 raise ConfigError(field, value, problem, "leave it out, or give endpoint.num_workers=1")
         self._config, self._gang = config, gang
         layout = BatchLayout(config.signature, options)
-        example = layout.to_model_shapes(make_example(layout.signature, min(NUM_EXAMPLES, options.max_batch_size or 1)))
+        example = layout.to_model_shapes(
+            make_example(layout.signature.inputs, min(NUM_EXAMPLES, options.max_batch_size or 1))
+        )
         hook = find_hook("preprocess", factory, options)
         inputs: Arrays = example if hook is None else hook(example)
         self._plan = find_plan(factory, inputs, gang.split, gang.num_workers, config.bf16_inputs)

@@ -160,7 +160,7 @@ class Predictor:
         is_all = not self._is_warm or self.options.cuda_graphs
         sizes = batch_sizes(self.options.max_rows) if is_all else [1]
         try:
-            examples = {size: [make_example(signature, size)] for size in sizes}
+            examples = {size: [make_example(signature.inputs, size)] for size in sizes}
             for size in sizes:
                 model.predict_batch(examples[size])
             if has_one_shape(signature) and not self._is_warm:
@@ -182,7 +182,7 @@ class Predictor:
     def _select_template(self, snapshot: WeightSnapshot) -> dict[str, Template]:
         """Select the template of the fastest device for these weights, of those that can answer."""
         sizes = sorted({1, self.options.max_rows})
-        inputs = {size: [make_example(self.layout.signature, size)] for size in sizes}
+        inputs = {size: [make_example(self.layout.signature.inputs, size)] for size in sizes}
         times = {}
         rejection: WeightsError | None = None
         for device, template in self._templates.items():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
+from shoal.open_inference.messages import TensorDescription
 from shoal.registry.manifest import Signature
 
 DEFAULT_VARIABLE_SIZE = 16  # the size of an open dimension
@@ -50,14 +51,14 @@ def has_one_shape(signature: Signature) -> bool:
 
 
 def make_example(
-    signature: Signature, num_rows: int, variable_size: int = DEFAULT_VARIABLE_SIZE
+    inputs: Sequence[TensorDescription], num_rows: int, variable_size: int = DEFAULT_VARIABLE_SIZE
 ) -> dict[str, np.ndarray]:
     """Make an example. Integers and booleans are one: zero is padding to many models, or a mask that hides everything,
     with a mean of NaN. Floats run from 0.1 to 0.9 within a row, so that norms, sums and deviations are not zero.
     Columns of a table are gaps, the one value that every encoder takes.
     """
     arrays = {}
-    for spec in signature.inputs:
+    for spec in inputs:
         shape = (num_rows, *(variable_size if size == -1 else size for size in spec.shape[1:]))
         dtype = NUMPY_DTYPES[spec.datatype]
         if spec.datatype == "BYTES":
