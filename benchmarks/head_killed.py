@@ -31,8 +31,9 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
 sys.path.extend([str(ROOT / "tests"), str(ROOT / "tests/hosts")])
-from certificates import Authority
 from network import Host, network, start_ray
+
+from certificates import Authority
 from waiting import wait_for
 
 DASHBOARD = "http://127.0.0.1:8265"
@@ -58,7 +59,7 @@ class Cluster:
         return self.head.run("env", f"SHOAL_CA={self.ca}", "shoal", *words)
 
     def read_run(self, run_id: str) -> dict[str, object]:
-        """What tests/hosts/observe_runs.py says of a run, and its status and incarnation."""
+        """Its status and incarnation, the newest step that was recorded, and its events."""
         show = "import json, sys, shoal.runs; run = shoal.runs.load(sys.argv[1]); events = run.events();"
         show += "print(json.dumps({'status': run.status, 'incarnation': run.incarnation,"
         show += " 'step': int(max(run.metrics().index, default=-1)),"
@@ -108,7 +109,7 @@ def has_steps(cluster: Cluster, run_id: str, number: int) -> Callable[[], bool]:
 
 
 def lose_head(folder: Path, away_s: float) -> dict[str, float]:
-    """Failed and all requests, the recorded steps that were lost, what was found again of what there was, and seconds."""
+    """Failed and all requests, recorded steps that were lost, the share of what was found again, and seconds."""
     with network(folder) as made, ExitStack() as stack:
         head, worker, client = map(made.add, ("head", "worker", "client"))
         authority = Authority(folder / "shared")
@@ -177,7 +178,9 @@ def main() -> None:
             results.append(lose_head(folder, away_s))
     asked = f"of {results[0]['asked']:.0f} at the worker's ingress; the head was away for {away_s:g} s"
     lost = f"of the run whose driver was on the head; a checkpoint every {CHECKPOINT_STEPS}"
-    all_found = "the run of the head's driver, lost and resumed; the worker's, which went on; the queued one; the endpoint"
+    all_found = (
+        "the run of the head's driver, lost and resumed; the worker's, which went on; the queued one; the endpoint"
+    )
 
     def row(name: str, unit: str, key: str, bar: float | None, note: str) -> Row:
         better = "higher" if key == "found" else "lower"

@@ -185,6 +185,7 @@ def test_a_head_that_was_killed_comes_back_with_its_endpoint_and_its_queue(
         asking = stack.enter_context(cluster.client.start(asks, endpoint.ca))
         asking.wait_for_line("^asking$")
         cluster.head.kill()
+        cluster.head.run("bash", "-c", "rm -r /tmp/ray/*")  # as a boot does
         start_ray(cluster.head, cluster.head)
         assert asking.wait() == 0
         assert json.loads(asking.said.splitlines()[-1]) == {"200": 20 * ASKING_S}
