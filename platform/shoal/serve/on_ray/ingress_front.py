@@ -1,8 +1,8 @@
 """Installs an endpoint's front on the hosts of the ingress, before HAProxy listens there.
 
-Called by `deploy`, and by each replica for its node, which may have come later, where each node has an ingress. Serve
-itself is given loopback (or there, the head's address): its own address is also that of the replicas' servers, which
-speak plain HTTP to HAProxy alone.
+Called by `deploy`, by each replica for its node, which may have come later, where each node has an ingress, and by a
+controller that starts again, perhaps on a head that has come back. Serve itself is given loopback (or there, the head's
+address): its own address is also that of the replicas' servers, which speak plain HTTP to HAProxy alone.
 """
 
 from __future__ import annotations
