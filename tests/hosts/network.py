@@ -71,6 +71,10 @@ class Host:
         spaces = ["nsenter", "-t", str(self._init), "-m", "-u", "-i", "-n", "-p"]
         return [*spaces, "--", "env", "-C", str(self.project), *words]
 
+    def kill(self) -> None:
+        """All of its processes, at once. The host stays, and its files."""
+        subprocess.run(self.command(["bash", "-c", "kill -KILL -1"]), check=True, timeout=60)
+
     def environment(self) -> dict[str, str]:
         """Of a user there: what is not said here, nobody has set."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -33,8 +33,8 @@ CLUSTER = "--address", DASHBOARD, "--timeout-s", f"{STATE_S:g}"
 HANG_S = 12.0  # and so long an answer may take: nothing on the network says that a host is gone
 REQUEST_S = 3.0  # stands for one of 50 s: twice as long is well below HANG_S
 ASKING_S = 16
-ASKER, HOLDER, SCALER = (
-    ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas")
+ASKER, HOLDER, SCALER, QUEUER = (
+    ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas", "wait_in_queue")
 )
 
 
@@ -111,7 +111,7 @@ def endpoint(cluster: Cluster) -> Endpoint:
     words += ["endpoint.show_errors=true", f"endpoint.hang_s={HANG_S:g}", "endpoint.ingress=every_node"]
     words += ["endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
     words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
-    words += ["endpoint.model.postprocess=waiting_hooks:say_where", *CLUSTER]
+    words += ["endpoint.model.postprocess=waiting_hooks:say_where", "endpoint.lifetime=detached", *CLUSTER]
     said = cluster.shoal("serve", "deploy", name, *words)
     address = re.escape(cluster.head.address)
     found = re.search(rf"endpoint {name} is ready at https://{address}:(\d+), .* of each node with a replica", said)
@@ -170,6 +170,36 @@ def test_each_host_renews_its_certificate(cluster: Cluster, endpoint: Endpoint) 
 
     for host in (cluster.head, cluster.worker):
         wait_for(partial(is_new, host), STATE_S, f"the new certificate of {host.name}")
+
+
+def test_a_head_that_was_killed_comes_back_with_its_endpoint_and_its_queue(
+    cluster: Cluster, endpoint: Endpoint
+) -> None:
+    """Meanwhile the ingress of the other host answers every request."""
+    attach = ["bash", "-c", f"cd; . ~/shoal-host.env; RAY_ADDRESS={cluster.head.address}:6379 python {QUEUER}"]
+    url = f"https://{cluster.worker.address}:{endpoint.port}"
+    asks = [sys.executable, str(ASKER), url, cluster.token, endpoint.name, "20", f"{ASKING_S:g}"]
+    with ExitStack() as stack:
+        queue = stack.enter_context(cluster.worker.start(attach, stdin=subprocess.PIPE))
+        queue.wait_for_line("^waiting$")
+        asking = stack.enter_context(cluster.client.start(asks, endpoint.ca))
+        asking.wait_for_line("^asking$")
+        cluster.head.kill()
+        cluster.head.run("bash", "-c", "rm -r /tmp/ray/*")  # as a boot does
+        start_ray(cluster.head, cluster.head)
+        assert asking.wait() == 0
+        assert json.loads(asking.said.splitlines()[-1]) == {"200": 20 * ASKING_S}
+        wait_for(lambda: _has_come_back(cluster), STATE_S, "the head's ingress and its replica")
+        queue.process.stdin.write("\n")
+        queue.process.stdin.flush()
+        assert queue.wait_for_line("^queue: (.*)$")[1] == "run-that-waits"
+
+
+def _has_come_back(cluster: Cluster) -> bool:
+    try:
+        return _hosts(cluster) == {"head", "worker"}
+    except AssertionError:  # it listens for nobody yet
+        return False
 
 
 @dataclass

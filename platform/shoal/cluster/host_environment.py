@@ -20,6 +20,7 @@ from shoal.home import ray_token_path
 from shoal.store import store_variable
 
 FOLDER = Path("/tmp/shoal-host")
+HEAD_AWAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "300"}  # how long hosts wait for a head that is away
 
 # Every host must have the same ports. The first is bound to loopback; the second, for endpoints with gRPC, to every
 # address of a head that is reachable from outside.
@@ -39,6 +40,7 @@ def build_host_environment(folder: Path) -> dict[str, str]:
         **serve_environment(folder),
         **PORTS,
         **HIDE_GPUS,
+        **{name: os.environ.get(name, value) for name, value in HEAD_AWAY.items()},
         **store_variable(),
         "RAY_AUTH_MODE": "token",
         **({} if "RAY_AUTH_TOKEN" in os.environ else {"RAY_AUTH_TOKEN_PATH": str(ray_token_path())}),

@@ -41,6 +41,10 @@ class ControllerWorker:
     def __init__(self, setting: ControllerConfig) -> None:
         from shoal.serve.controller.service import ControllerService
 
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            from shoal.serve.on_ray.ingress_front import restore_front  # it loads Serve
+
+            restore_front(setting.spec)
         self._name = setting.name
         self._service = ControllerService(setting, end_this_actor, is_serve_running)
         self._reports: dict[str, bytes] = {}

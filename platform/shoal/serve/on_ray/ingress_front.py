@@ -1,8 +1,8 @@
 """Installs an endpoint's front on the hosts of the ingress, before HAProxy listens there.
 
-Called by `deploy`, and by each replica for its node, which may have come later, where each node has an ingress. Serve
-itself is given loopback (or there, the head's address): its own address is also that of the replicas' servers, which
-speak plain HTTP to HAProxy alone.
+Called by `deploy`, by each replica for its node, which may have come later, where each node has an ingress, and by a
+controller that starts again, perhaps on a head that has come back. Serve itself is given loopback (or there, the head's
+address): its own address is also that of the replicas' servers, which speak plain HTTP to HAProxy alone.
 """
 
 from __future__ import annotations
@@ -107,14 +107,23 @@ def join_ingress(spec: EndpointSpec) -> None:
     """
     if is_on_head():
         return
-    reach, folder = _get_reach(spec), find_ingress_folder()
-    is_installed = read_front_field(folder, "node") == ray.get_runtime_context().get_node_id()
-    if not is_installed or read_front_field(folder, "spec") != reach.model_dump_json():
-        _install_on_node(reach, {})
+    restore_front(spec)
     hold_while_asleep(os.environ, spec.name, spec.may_sleep, spec.key_digests)
     limit_answers(os.environ, spec.name, spec.answer_s)
     if spec.tls is not None:
-        threading.Thread(target=keep_certificate, args=(spec.tls.files, folder), daemon=True).start()
+        certificate = spec.tls.files, find_ingress_folder()
+        threading.Thread(target=keep_certificate, args=certificate, daemon=True).start()
+
+
+def restore_front(spec: EndpointSpec) -> None:
+    """Install the front on this node, which may be new: a head that comes back has another id. Does nothing where it
+    is installed."""
+    if BINARY_VARIABLE not in os.environ:
+        return
+    reach, folder = _get_reach(spec), find_ingress_folder()
+    node = ray.get_runtime_context().get_node_id() if reach.ingress == EVERY_NODE else ""
+    if read_front_field(folder, "node") != node or read_front_field(folder, "spec") != reach.model_dump_json():
+        _install_on_node(reach, {})
 
 
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
