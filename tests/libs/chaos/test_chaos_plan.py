@@ -83,6 +83,10 @@ def test_promises_that_were_kept_have_their_evidence(run: Run) -> None:
     assert found[0].evidence == "received 7, learned 4, queued 0, dropped {'gateway_crash': 3}"
 
 
+def test_a_metric_that_nobody_recorded_is_equal_to_none(run: Run) -> None:
+    assert not check_metric(run, run, "train/los").is_satisfied
+
+
 def test_a_ledger_that_forgets_a_segment_is_found(run: Run) -> None:
     change_event(run, "accounting", ACCOUNTS | {"consumed": 3})
     (promise,) = check_accounts(run)

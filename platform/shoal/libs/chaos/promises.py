@@ -60,7 +60,8 @@ def check_checkpoints(run: Run, saved: Sequence[tuple[float, int]]) -> Iterator[
 
 def check_metric(run: Run, undisturbed: Run, metric: str) -> Promise:
     """The values of a metric are those of the undisturbed run, to the bit."""
-    values, expected = (each.metrics()[metric].dropna().to_dict() for each in (run, undisturbed))
+    recorded = [each.metrics() for each in (run, undisturbed)]
+    values, expected = (each[metric].dropna().to_dict() if metric in each else {} for each in recorded)
     wrong = [f"step {step}: {values.get(step)!r}, not {value!r}" for step, value in expected.items()
              if values.get(step) != value]  # fmt: skip
     evidence = f"{len(expected):,} values of {metric} are equal"
