@@ -47,7 +47,7 @@ NAMES = (
     *("lightning_modules", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),
     *("agents.gradient", "agents.logprobs", "agents.gateway", "agents.learning", "agents.asynchronous", "agents.kills"),
-    *("agents.frameworks", "agents.deltas", "chaos.campaigns", "chaos.flawed", "head_killed"),
+    *("agents.frameworks", "agents.deltas", "chaos.campaigns", "chaos.flawed", "head_killed", "upgrade"),
     *(
         "failing_starts",
         "sync_bytes",
