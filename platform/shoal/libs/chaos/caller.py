@@ -19,7 +19,7 @@ from shoal.open_inference.messages import ModelMetadata
 PROMPTS = ("One", "Once upon a time", "The sea", "A shoal of", "In the beginning", "Two and two", "Dear", "def main(")
 NUM_QUESTIONS = len(PROMPTS)
 NUM_TOKENS = 12
-NUM_RETRIES = 8
+PATIENCE_S = 60.0  # for an answer: longer than a fault lasts, and what it has broken needs to come back
 PAUSE_S = 0.02
 TOLERANCE = 1e-4  # between places in a batch, and batches of different sizes: sums have another order there
 
@@ -33,7 +33,7 @@ class EndpointCaller(ABC):
     def __init__(self, found: FoundEndpoint, model: str) -> None:
         self.model = model
         self.num_answers = 0
-        self._client = found.connect(num_retries=NUM_RETRIES, retry_lost=True)
+        self._client = found.connect(timeout_s=PATIENCE_S, num_retries=1000, retry_lost=True)
         self._known: dict[tuple[int, int], Any] = {}  # answers, by version and question
         self._wrong: list[str] = []
         self._failures = Counter[str]()
