@@ -13,15 +13,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
-from shoal.config import Spec, last_override
+from shoal.config import Spec, format_override, last_override
 from shoal.config.field_help import FieldHelp, choose_main, format_field_help, list_field_help
-from shoal.errors import ClusterError, ConfigError, NotReached, ShoalError
+from shoal.errors import ClusterError, ConfigError, NotReached, RunError, ShoalError
 from shoal.home import home
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
@@ -32,6 +32,7 @@ from shoal.runs.run_kind import RunKind, find_kind
 
 SpecT = TypeVar("SpecT", bound=Spec)
 RUN_ID = "SHOAL_RUN_ID"
+RETRIED = "SHOAL_RETRIED"  # whether this job may be another try of one with the same run id
 PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
 CHECK = "--check"
 HELP = ("-h", "--help")
@@ -63,6 +64,8 @@ def job_main(
     try:
         words = translate(restore_secrets(sys.argv[1:]))
         fields = [word for word in words if word not in (CHECK, ALL, *HELP)]
+        if (begun := _find_begun()) and not last_override(fields, "resume"):
+            fields.append(format_override("resume", begun))
         if not isinstance(spec, Spec):
             chosen = spec(fields)
         elif resumed := last_override(fields, "resume"):
@@ -151,6 +154,14 @@ def print_help(spec: Spec, others: Iterable[FieldHelp], *, has_all: bool) -> Non
 def expected_run_id() -> str | None:
     """The run id that the submitter of this job expects ($SHOAL_RUN_ID); None when any will do."""
     return os.environ.get(RUN_ID)
+
+
+def _find_begun() -> str:
+    """The run that an earlier try of this job has begun, where it is tried again ($SHOAL_RETRIED); "" for none."""
+    with suppress(RunError):  # this is the first try
+        if (run_id := expected_run_id()) and os.environ.get(RETRIED):
+            return shoal.runs.load(run_id).id
+    return ""
 
 
 def connect(*, has_json: bool = False) -> None:

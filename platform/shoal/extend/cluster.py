@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import WorkerStart, start_cluster
     from shoal.cluster.growth import find_growth
     from shoal.cluster.ingress.serve_environment import haproxy_program
-    from shoal.cluster.job_main import expected_run_id, find_dashboard_url, is_connected, job_main, print_too
+    from shoal.cluster.job_main import (
+        RETRIED,
+        RUN_ID,
+        expected_run_id,
+        find_dashboard_url,
+        is_connected,
+        job_main,
+        print_too,
+    )
     from shoal.cluster.jobs import JobHandle, JobStatus, list_jobs, new_submission_id, require_no_shadowing, submit
     from shoal.cluster.ports import find_free_port
     from shoal.cluster.processes import (

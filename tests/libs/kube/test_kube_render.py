@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kube_schemas import CRDS, find_problems
+from kube_schemas import CRDS, find_problems, find_unrestricted
 
 from shoal.cli.support.jobs import validate_overrides
 from shoal.errors import ConfigError, RunError
@@ -16,10 +16,20 @@ from typed import said, typed
 pytestmark = pytest.mark.skipif(not CRDS.exists(), reason="KubeRay's schemas are not here")
 IMAGE, STORE = "kube.image=example.org/shoal:1", "kube.store=s3://bucket/shoal"
 PLAIN = (IMAGE, STORE)
+BESIDE = ("Secret", "Service", "PodDisruptionBudget")
 INSECURE = ("endpoint", "digits", "endpoint.insecure=true", *PLAIN)
 TASK = "task=lenet"
 GPU_GROUP = "kube.groups=[{name: gpu, cpus: 8, gpus: 2, max: 3, spot: gke}]"
 
+OPERATORS = (
+    "kube.labels={kueue.x-k8s.io/queue-name: research}",
+    "kube.annotations={example.org/cost-center: '42'}",
+    "kube.workers.disk=50Gi",
+    "kube.mounts=[{name: data, mountPath: /data, readOnly: true}]",
+    "kube.pod={priorityClassName: batch, volumes: [{name: data, persistentVolumeClaim: {claimName: films}}],"
+    " initContainers: [{name: warm, image: example.org/warm:1}], topologySpreadConstraints:"
+    " [{maxSkew: 1, topologyKey: topology.kubernetes.io/zone, whenUnsatisfiable: ScheduleAnyway}]}",
+)
 # A manifest each, the path of one field in it, and a value that does not fit there.
 SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
     "job": (("job", "train", TASK, *PLAIN), "spec.entrypoint", 3),
@@ -65,6 +75,16 @@ SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
         "60",
     ),
     "cluster": (("cluster", "kube.name=lab", *PLAIN), "spec.enableInTreeAutoscaling", "yes"),
+    "cluster of an operator": (
+        ("cluster", *PLAIN, "kube.gcs_claim=gcs", "kube.is_closed=true", "kube.read_only=true", *OPERATORS),
+        "spec.networkPolicy.mode",
+        "Closed",
+    ),
+    "job that is retried": (
+        ("job", "train", TASK, "kube.retries=3", "kube.redis=redis.lab:6379", *PLAIN, *OPERATORS),
+        "spec.backoffLimit",
+        "three",
+    ),
     "console": (
         ("console", "--cluster", "lab", *PLAIN),
         "spec.template.spec.containers.0.readinessProbe.exec.command",
@@ -105,7 +125,8 @@ def test_manifests_fit_the_schemas_and_a_wrong_field_is_named(name: str, tmp_pat
     words, path, wrong = SPECS[name]
     documents = render(tmp_path / "out", words)
     assert [problem for each in documents for problem in find_problems(each)] == []
-    [changed] = [copy.deepcopy(each) for each in documents if each["kind"] not in ("Secret", "Service")]
+    assert find_unrestricted(documents) == []
+    [changed] = [copy.deepcopy(each) for each in documents if each["kind"] not in BESIDE]
     place: Any = changed
     *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
     for part in parents:
@@ -173,6 +194,14 @@ REFUSED += [
     (("cluster", *PLAIN, "kube.service_annotations={example.org/a b: x}"), "'example.org/a b' is no key"),
     (("cluster", *PLAIN, f"kube.service_annotations={{{'a' * 64}: x}}"), "kube.service_annotations"),
     (("cluster", *PLAIN, "kube.credentials=a..b"), "kube.credentials"),
+    (("cluster", *PLAIN, "kube.labels={a b: x}"), "'a b' is no key"),
+    (("cluster", *PLAIN, "kube.annotations={a b: x}"), "kube.annotations"),
+    (("cluster", *PLAIN, "kube.workers.disk=50 GB"), "kube.workers.disk ="),
+    (("cluster", *PLAIN, "kube.pod={hostNetwork: true}"), "has 'hostNetwork'"),
+    (("cluster", *PLAIN, "kube.pod={volumes: data}"), "is no list"),
+    (("cluster", *PLAIN, "kube.mounts=[{name: data}]"), "mountPath"),
+    (("cluster", *PLAIN, "kube.redis=redis 6379"), "kube.redis"),
+    (("cluster", *PLAIN, "kube.redis=redis:6379", "kube.gcs_claim=gcs"), "give one"),
     (("cluster", *PLAIN, "kube.gpu_resource=-/gpu"), "kube.gpu_resource"),
     *(
         (("cluster", STORE, f"kube.image={image}"), "kube.image")
@@ -250,6 +279,36 @@ def test_what_pods_get_is_what_the_words_say(tmp_path: Path) -> None:
     assert one["template"]["spec"]["terminationGracePeriodSeconds"] > 7
 
 
+def test_what_operators_ask_for_is_on_every_pod_and_object(tmp_path: Path) -> None:
+    words, _, _ = SPECS["cluster of an operator"]
+    documents = render(tmp_path / "out", words)
+    assert all(each["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research" for each in documents)
+    cluster = next(each["spec"] for each in documents if each["kind"] == "RayCluster")
+    templates = [each["template"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    for template in templates:
+        assert template["metadata"]["annotations"] == {"example.org/cost-center": "42"}
+        pod, (container,) = template["spec"], template["spec"]["containers"]
+        assert pod["priorityClassName"] == "batch"
+        assert {"/data", "/tmp", "/var/lib/shoal"} <= {each["mountPath"] for each in container["volumeMounts"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"} in container["env"]
+    disks = [each["spec"]["containers"][0]["resources"]["requests"].get("ephemeral-storage") for each in templates]
+    assert disks == [None, "50Gi"]
+    assert not [each for each in documents if each["kind"] == "PodDisruptionBudget"]  # its head may go and come back
+
+
+def test_a_pod_that_escalates_is_found() -> None:
+    """The rules of the profile find something."""
+    pod = {"containers": [{"name": "a"}], "volumes": [{"name": "b", "hostPath": {"path": "/"}}]}
+    assert len(find_unrestricted({"template": {"spec": pod}})) == 5
+
+
+def test_a_retried_job_goes_on_with_its_run(tmp_path: Path) -> None:
+    _, job, *_ = render(tmp_path / "out", SPECS["job that is retried"][0])
+    assert job["spec"]["backoffLimit"] == 3
+    assert "SHOAL_RUN_ID" in yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+
+
 def test_tokens_are_in_a_file_of_their_own_for_its_owner_alone(tmp_path: Path) -> None:
     secret, *others = render(tmp_path / "out", SPECS["cluster"][0])
     tokens = secret["stringData"].values()
@@ -299,7 +358,7 @@ def test_a_console_listens_beyond_its_pod_with_tls_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("model", "name"), [("resnet50", "resnet50"), ("My.Model_2@1", "my-model-2"), ("3d", "d")])
 def test_a_model_gives_its_endpoint_a_name_of_its_own(model: str, name: str, tmp_path: Path) -> None:
-    _, service = render(tmp_path / "out", ("endpoint", model, "endpoint.insecure=true", *PLAIN))
+    _, service, *_ = render(tmp_path / "out", ("endpoint", model, "endpoint.insecure=true", *PLAIN))
     assert service["metadata"]["name"] == name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -185,7 +186,8 @@ def _write(spec: KubeSpec, documents: Sequence[Document], out: Path) -> Iterator
     try:
         out.mkdir(parents=True, exist_ok=True)
         path = out / f"{spec.name}.yaml"
-        path.write_text(yaml.safe_dump_all(documents, sort_keys=False))
+        plain = json.loads(json.dumps(documents))  # without what YAML would write as anchors
+        path.write_text(yaml.safe_dump_all(plain, sort_keys=False))
         paths = [path]
         if not spec.secret:
             secret = out / f"{spec.name}-tokens.yaml"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from shoal.errors import ConfigError
+from shoal.extend.cluster import RETRIED, RUN_ID
+from shoal.extend.runs import make_run_id
 from shoal.extend.serve import EndpointSpec
 from shoal.libs.kube.spec import DRIVER_GROUP, SPOT_NODES, KubeSpec, PodSpec, WorkerGroup
 
@@ -40,6 +43,14 @@ DRAIN = (
 )
 END_GRACE_S = 30  # beyond `drain_s`, for the end of Ray
 API = "ray.io/v1"
+# What Pod Security's profile *restricted* asks of each container.
+RESTRICTED: Document = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+HEAD_AWAY_S = 600  # KubeRay sets it for Redis alone
 IMPORT_PATH = "shoal.serve.on_ray.serve_app:build"
 CERTIFICATE, KEY = f"{TLS_FOLDER}/tls.crt", f"{TLS_FOLDER}/tls.key"
 
@@ -63,14 +74,19 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": spec.keep_s,
-        "rayClusterSpec": _make_cluster_spec(spec, groups, {}),
+        "rayClusterSpec": _make_cluster_spec(spec, groups, {}, spec.gateway_port),
+        "submitterPodTemplate": _make_submitter(spec),
     }
-    if spec.pull_secrets:
-        job["submitterPodTemplate"] = _make_submitter(spec)
+    runtime_env: Document = {}
     if spec.deadline_s:
         job["activeDeadlineSeconds"] = spec.deadline_s
     if spec.working_dir:
-        job["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
+        runtime_env["working_dir"] = spec.working_dir
+    if spec.retries:  # each is a new cluster, whose job goes on with the run of this id
+        job["backoffLimit"] = spec.retries
+        runtime_env["env_vars"] = {RUN_ID: make_run_id(), RETRIED: "1"}
+    if runtime_env:
+        job["runtimeEnvYAML"] = yaml.safe_dump(runtime_env)
     documents = [_wrap(spec, API, "RayJob", job)]
     if spec.gateway_port:
         selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
@@ -119,15 +135,16 @@ def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any])
         "serveConfigV2": yaml.safe_dump(config, sort_keys=False),
         "excludeHeadPodFromServeSvc": True,  # it computes nothing, so it has no replica and no ingress
         "serveService": service,
-        "rayClusterConfig": _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}),
+        "rayClusterConfig": _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}, SERVE_PORT),
     }
-    return [_wrap(spec, API, "RayService", endpoint)]
+    return [_wrap(spec, API, "RayService", endpoint), *_make_budgets(spec, workers=1)]
 
 
 def make_cluster(spec: KubeSpec) -> list[Document]:
     """A RayCluster that stays, for `shoal run --address` and `shoal serve deploy --address`."""
     groups = [_make_worker_group(spec, group) for group in spec.all_groups]
-    return [_wrap(spec, API, "RayCluster", _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}))]
+    content = _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}, SERVE_PORT)
+    return [_wrap(spec, API, "RayCluster", content), *_make_budgets(spec)]
 
 
 def make_console(spec: KubeSpec, names: Sequence[str], cluster: str) -> list[Document]:
@@ -156,7 +173,7 @@ def make_console(spec: KubeSpec, names: Sequence[str], cluster: str) -> list[Doc
     template = _make_template(spec, pod, container)
     template["spec"]["restartPolicy"] = "Always"
     selector = {NAME_LABEL: spec.name, PART_LABEL: "console"}
-    template["metadata"]["labels"] = selector
+    template["metadata"]["labels"] |= selector
     content: Document = {"replicas": 1, "selector": {"matchLabels": selector}, "template": template}
     deployment = _wrap(spec, "apps/v1", "Deployment", {**content, "strategy": {"type": "Recreate"}})
     return [deployment, *([_make_service(spec, spec.name, selector, CONSOLE_PORT)] if spec.tls_secret else [])]
@@ -165,7 +182,7 @@ def make_console(spec: KubeSpec, names: Sequence[str], cluster: str) -> list[Doc
 def make_secret(spec: KubeSpec, ray_token: str, shoal_token: str) -> Document:
     """The Secret with both tokens."""
     values = {"auth_token": ray_token, "shoal_token": shoal_token}
-    metadata = {"name": _get_secret_name(spec), "namespace": spec.namespace}
+    metadata = _make_metadata(spec, _get_secret_name(spec))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": values}
 
 
@@ -214,15 +231,35 @@ def _probe(endpoint: EndpointSpec) -> Document:
 
 def _make_service(spec: KubeSpec, name: str, selector: dict[str, str], port: int) -> Document:
     """One that leads to the pods with these labels."""
-    metadata = {"name": name, "namespace": spec.namespace, "annotations": spec.service_annotations}
+    metadata = _make_metadata(spec, name, spec.service_annotations)
     ports = [{"name": "shoal", "port": port, "targetPort": port}]
     service = {"type": spec.service_type, "selector": selector, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service}
 
 
+def _make_budgets(spec: KubeSpec, workers: int | None = None) -> list[Document]:
+    """How many pods may be evicted at once: no head whose GCS would end with it, and so many workers; None: any."""
+    most = {"head": None if spec.has_lasting_gcs else 0, "worker": workers}
+    budgets = []
+    for role, number in most.items():
+        if number is not None:
+            selector = {"matchLabels": {NAME_LABEL: spec.name, "ray.io/node-type": role}}
+            budget = _wrap(spec, "policy/v1", "PodDisruptionBudget", {"maxUnavailable": number, "selector": selector})
+            budget["metadata"]["name"] = f"{spec.name}-{role}"
+            budgets.append(budget)
+    return budgets
+
+
 def _wrap(spec: KubeSpec, api: str, kind: str, content: Document) -> Document:
-    metadata = {"name": spec.name, "namespace": spec.namespace, "labels": {"app.kubernetes.io/name": "shoal"}}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": content}
+    return {"apiVersion": api, "kind": kind, "metadata": _make_metadata(spec, spec.name), "spec": content}
+
+
+def _make_metadata(spec: KubeSpec, name: str, annotations: Mapping[str, str] = MappingProxyType({})) -> Document:
+    labels = {"app.kubernetes.io/name": "shoal", **spec.labels}
+    metadata: Document = {"name": name, "namespace": spec.namespace, "labels": labels}
+    if found := {**spec.annotations, **annotations}:
+        metadata["annotations"] = found
+    return metadata
 
 
 # -- pods -------------------------------------------------------------------------------------------------------------
@@ -262,17 +299,21 @@ def _make_driver_group(spec: KubeSpec) -> Document:
 
 
 def _make_submitter(spec: KubeSpec) -> Document:
-    """The pod that submits a job, as KubeRay makes it, which leaves out the secrets of the image's registry."""
-    resources = {"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m", "memory": "200Mi"}}
-    container = {"name": "ray-job-submitter", "image": spec.image, "resources": resources}
-    secrets = [{"name": name} for name in spec.pull_secrets]
-    return {"spec": {"containers": [container], "restartPolicy": "Never", "imagePullSecrets": secrets}}
+    """The pod that submits a job, of which KubeRay adds the command."""
+    limits = {"cpu": "1", "memory": "1Gi"}
+    resources = {"limits": limits, "requests": {"cpu": "500m", "memory": "200Mi"}}
+    template = _make_template(
+        spec, PodSpec(), {"name": "ray-job-submitter", "image": spec.image, "resources": resources, "volumeMounts": []}
+    )
+    del template["spec"]["volumes"][0]  # it has no home
+    return template
 
 
-def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int]) -> Document:
+def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int], served_port: int) -> Document:
     """The spec of a RayCluster: with the token of the Secret, and with the autoscaler where it is on.
 
-    Its head has Ray's own servers, and no CPU for work. ports: of the head by name, in addition to Ray's
+    Its head has Ray's own servers, and no CPU for work. ports: of the head by name, in addition to Ray's; served_port:
+    of workers, at which others may connect where the network is closed, 0: none
     """
     container = _make_container(spec, spec.head, "head", 0)
     ports = {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "metrics": METRICS_PORT, **ports}
@@ -288,7 +329,19 @@ def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, 
         "workerGroupSpecs": groups,
     }
     if spec.autoscale:
-        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": spec.idle_s}
+        options = {"version": "v2", "idleTimeoutSeconds": spec.idle_s, "securityContext": RESTRICTED}
+        cluster["autoscalerOptions"] = options
+    if spec.gcs_claim:
+        cluster["gcsFaultToleranceOptions"] = {"backend": "rocksdb", "storage": {"claimName": spec.gcs_claim}}
+    elif spec.redis:
+        cluster["gcsFaultToleranceOptions"] = {"backend": "redis", "redisAddress": spec.redis}
+    if spec.is_closed:  # but among its own pods, and to the operator
+        open_ports = [{"ports": [{"port": served_port}]}] if served_port else []
+        cluster["networkPolicy"] = {
+            "mode": "DenyAllIngress",
+            "head": {"ingressRules": [{"ports": [{"port": METRICS_PORT}]}]},
+            "worker": {"ingressRules": [{"ports": [{"port": METRICS_PORT}]}, *open_ports]},
+        }
     return cluster
 
 
@@ -300,9 +353,13 @@ def _get_secret_name(spec: KubeSpec) -> str:
 def _make_container(spec: KubeSpec, pod: PodSpec, role: str, gpus: int) -> Document:
     token = {"secretKeyRef": {"name": _get_secret_name(spec), "key": "shoal_token"}}
     variables = {"SHOAL_HOME": HOME, **({"SHOAL_STORE": spec.store} if spec.store else {}), **spec.variables}
+    if spec.has_lasting_gcs:
+        variables.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_AWAY_S))
     if not gpus:
         variables["NVIDIA_VISIBLE_DEVICES"] = "void"  # an image of CUDA sees all GPUs of its machine otherwise
     limits: Document = {"cpu": str(pod.cpus), "memory": pod.memory, **({spec.gpu_resource: str(gpus)} if gpus else {})}
+    if pod.disk:
+        limits["ephemeral-storage"] = pod.disk
     container: Document = {
         "name": f"ray-{role}",
         "image": spec.image,
@@ -326,11 +383,21 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
     volumes: list[Document] = [{"name": "home", **claim}]
     if spec.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": spec.tls_secret}})
+    container["securityContext"] = dict(RESTRICTED)
+    if spec.read_only:
+        container["securityContext"]["readOnlyRootFilesystem"] = True
+        container["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
+        container.setdefault("env", []).append({"name": "HOME", "value": "/tmp"})
+        volumes.append({"name": "tmp", "emptyDir": {}})
+    container["volumeMounts"] += spec.mounts
     pod_spec: Document = {
         "containers": [container],
         "volumes": volumes,
         "restartPolicy": "Never",
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "securityContext": {
+            **{"runAsUser": 1000, "fsGroup": 1000},
+            **{name: RESTRICTED[name] for name in ("runAsNonRoot", "seccompProfile")},
+        },
     }
     if spec.service_account:
         pod_spec["serviceAccountName"] = spec.service_account
@@ -340,7 +407,14 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
         pod_spec["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
         pod_spec["tolerations"] = _list_tolerations(pod)
-    return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": pod_spec}
+    for name, value in spec.pod.items():
+        pod_spec[name] = [*pod_spec.get(name, []), *value] if isinstance(value, list) else value
+    for each in pod_spec.get("initContainers", []):
+        each["securityContext"] = {**RESTRICTED, **each.get("securityContext", {})}
+    metadata: Document = {"labels": {**spec.labels, NAME_LABEL: spec.name}}
+    if spec.annotations:
+        metadata["annotations"] = dict(spec.annotations)
+    return {"metadata": metadata, "spec": pod_spec}
 
 
 def _list_tolerations(pod: PodSpec) -> list[Document]:

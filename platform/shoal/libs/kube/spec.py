@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
@@ -49,7 +49,15 @@ Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 ObjectName = Annotated[str, StringConstraints(pattern=rf"^{_DNS}$", max_length=253)]
 OptionalName = Annotated[str, StringConstraints(pattern=rf"^({_DNS})?$", max_length=253)]
 Labels = Annotated[dict[str, str], AfterValidator(_require_labels)]
-Quantity = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(\.[0-9]+)?([kMGTP]|[KMGTP]i)?$")]
+_SIZE = r"[1-9][0-9]*(\.[0-9]+)?([kMGTP]|[KMGTP]i)?"
+Quantity = Annotated[str, StringConstraints(pattern=rf"^{_SIZE}$")]
+OptionalQuantity = Annotated[str, StringConstraints(pattern=rf"^({_SIZE})?$")]
+# Fields of a pod that `pod` may have; the others are this room's own, or would undo them.
+POD_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("priorityClassName", "schedulerName", "runtimeClassName", "preemptionPolicy", "dnsPolicy"), str),
+    **dict.fromkeys(("initContainers", "volumes", "topologySpreadConstraints", "hostAliases"), list),
+    **dict.fromkeys(("affinity", "dnsConfig"), dict),
+}
 
 # What selects a cloud's nodes that may be taken away at any time: labels, and the taint to tolerate, if there is one.
 SPOT_NODES: dict[str, tuple[dict[str, str], str]] = {
@@ -87,12 +95,14 @@ class PodSpec(Spec):
 
     cpus:          processors of a pod
     memory:        of a pod, as Kubernetes writes it: 16Gi; a fourth of it may be objects of Ray
+    disk:          its ephemeral storage, likewise: requested, and the most that it gets; "": as its machine has it
     node_selector: labels that its machine must have
     tolerations:   taints of machines that it accepts, as Kubernetes writes them
     """
 
     cpus: int = Field(default=2, ge=1, le=1024)
     memory: Quantity = "8Gi"
+    disk: OptionalQuantity = ""
     node_selector: Labels = Field(default_factory=dict)
     tolerations: list[Toleration] = Field(default_factory=list)
 
@@ -141,6 +151,15 @@ class KubeSpec(Spec):
     service_account: of the pods, whose cloud role may replace credentials
     secret:          a Secret with `auth_token`, Ray's token, and `shoal_token`; "": one is written, with this user's
     variables:       further environment variables
+    labels, annotations: of all objects and pods, as of a queue (Kueue, Volcano), a budget or a mesh
+    pod:             further fields of all pods, as Kubernetes writes them: priorityClassName, initContainers, volumes,
+                     topologySpreadConstraints and others
+    mounts:          of the volumes of `pod`, in all pods
+    read_only:       whether the image's files cannot be written; /tmp and SHOAL_HOME can
+    is_closed:       whether pods of others reach the port of the endpoint or the gateway, and metrics, alone: KubeRay
+                     makes a NetworkPolicy
+    gcs_claim:       a PersistentVolumeClaim of the head, by which it may die and come back
+    redis:           HOST:PORT, for the same
     head:            the pod of Ray's own servers; it computes nothing
     workers, groups: the pods that compute: one group, and further ones
     autoscale:       whether their number follows the need; otherwise it is `min`
@@ -152,6 +171,7 @@ class KubeSpec(Spec):
     gateway_port:    of a job's gateway; 0: none. Adds a pod for the job's driver and the gateway, and a Service
     gateway_host:    where actors reach that Service; by default its name within the cluster
     working_dir:     a zip file in a bucket that Ray unpacks for the job; "": the image has all files
+    retries:         of a failed job, each on a new cluster, where it goes on with its run
     keep_s:          until the pods of a finished job are removed
     deadline_s:      until a job is ended; 0: no limit
     drain_s:         until a pod that Kubernetes removes is ended, for requests and checkpoints
@@ -167,6 +187,14 @@ class KubeSpec(Spec):
     service_account: OptionalName = ""
     secret: OptionalName = ""
     variables: dict[str, str] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    pod: dict[str, Any] = Field(default_factory=dict)
+    mounts: list[dict[str, Any]] = Field(default_factory=list)
+    read_only: bool = False
+    is_closed: bool = False
+    gcs_claim: OptionalName = ""
+    redis: str = Field(default="", pattern=rf"^({_HOST})?$")
     head: PodSpec = PodSpec()
     workers: WorkerGroup = WorkerGroup()
     groups: list[WorkerGroup] = Field(default_factory=list)
@@ -179,6 +207,7 @@ class KubeSpec(Spec):
     gateway_port: int = Field(default=0, ge=0, le=65535)
     gateway_host: str = ""
     working_dir: str = ""
+    retries: int = Field(default=0, ge=0, le=100)
     keep_s: int = Field(default=3600, ge=0)
     deadline_s: int = Field(default=0, ge=0)
     drain_s: int = Field(default=120, ge=0, le=3600)
@@ -187,6 +216,21 @@ class KubeSpec(Spec):
     def all_groups(self) -> list[WorkerGroup]:
         """All groups that compute."""
         return [self.workers, *self.groups]
+
+    @property
+    def has_lasting_gcs(self) -> bool:
+        """Whether a head that comes back finds its cluster."""
+        return bool(self.gcs_claim or self.redis)
+
+    @field_validator("pod")
+    @classmethod
+    def _are_fields_of_pods(cls, pod: dict[str, Any]) -> dict[str, Any]:
+        for name, value in pod.items():
+            if name not in POD_FIELDS:
+                raise ValueError(f"has {name!r}, which is none of {', '.join(POD_FIELDS)}")
+            if not isinstance(value, POD_FIELDS[name]):
+                raise ValueError(f"has {name} = {value!r}, which is no {POD_FIELDS[name].__name__}")
+        return pod
 
     @field_validator("image")
     @classmethod
@@ -197,7 +241,7 @@ class KubeSpec(Spec):
             )
         return image
 
-    @field_validator("service_annotations")
+    @field_validator("annotations", "service_annotations")
     @classmethod
     def _have_keys(cls, annotations: dict[str, str]) -> dict[str, str]:
         for key in annotations:
@@ -238,6 +282,11 @@ class KubeSpec(Spec):
             raise ValueError("image is missing: give kube.image, one that is made of the Dockerfile")
         if not (self.store or self.home_claim):
             raise ValueError("store is missing: pods share no disk, so give kube.store, or kube.home_claim")
+        if self.gcs_claim and self.redis:
+            raise ValueError("gcs_claim and redis are for the same: give one")
+        for each in self.mounts:
+            if not {"name", "mountPath"} <= each.keys():
+                raise ValueError(f"mounts has {each!r}: give name, of a volume of pod.volumes, and mountPath")
         names = [group.name for group in self.all_groups]
         for name in names:
             if names.count(name) > 1:
