@@ -4,6 +4,9 @@
 #   docker build -t REGISTRY/shoal:1 --build-arg PIP_EXTRA_INDEX_URL=URL_OF_CPU_WHEELS .      torch without CUDA, 2 GB less
 #   docker build -t REGISTRY/shoal:1-cuda --build-arg BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04 .   with CUDA's compiler
 #
+# A base that stays: BASE=python:3.11-slim@$(docker inspect --format '{{index .RepoDigests 0}}' python:3.11-slim | cut -d@ -f2)
+# It runs as user 1000, also with a root that cannot be written (`kube.read_only`): it writes to /tmp and SHOAL_HOME alone.
+#
 # On PyPI torch for Linux is that of CUDA, with its libraries: on a machine with a driver, the first image computes on GPUs.
 # Your own files: FROM REGISTRY/shoal:1, COPY my_task.py ./ - a job finds them by `task=my_task.py:MyTask`.
 ARG BASE=python:3.11-slim
@@ -18,12 +21,18 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE constraints.txt /opt/shoal/source/
+# What it needs, as of a package without code: a layer that a change of the code leaves as it is.
+RUN cd /opt/shoal/source && mkdir -p platform/shoal jobs serve_apps clients \
+    && echo '__version__ = "0"' > platform/shoal/__init__.py \
+    && python3 -m venv /opt/shoal/venv \
+    && /opt/shoal/venv/bin/pip install --no-cache-dir -c constraints.txt "/opt/shoal/source[${EXTRAS}]"
 COPY platform /opt/shoal/source/platform
 COPY jobs /opt/shoal/source/jobs
 COPY serve_apps /opt/shoal/source/serve_apps
 COPY clients /opt/shoal/source/clients
-RUN python3 -m venv /opt/shoal/venv \
-    && /opt/shoal/venv/bin/pip install --no-cache-dir -c /opt/shoal/source/constraints.txt "/opt/shoal/source[${EXTRAS}]" \
+# sbom.json: its packages, with versions, hashes and licences, as pip inspects them.
+RUN /opt/shoal/venv/bin/pip install --no-cache-dir --no-deps --force-reinstall /opt/shoal/source \
+    && /opt/shoal/venv/bin/pip inspect > /opt/shoal/sbom.json \
     && mv /opt/shoal/source/jobs /opt/shoal/source/serve_apps /opt/shoal/ \
     && rm -rf /opt/shoal/source \
     && mkdir -p /var/lib/shoal \

@@ -202,6 +202,7 @@ REFUSED += [
     (("cluster", *PLAIN, "kube.mounts=[{name: data}]"), "mountPath"),
     (("cluster", *PLAIN, "kube.redis=redis 6379"), "kube.redis"),
     (("cluster", *PLAIN, "kube.redis=redis:6379", "kube.gcs_claim=gcs"), "give one"),
+    (("job", "train", TASK, *PLAIN, "kube.retries=1", "kube.gcs_claim=gcs"), "retries begin a new cluster"),
     (("cluster", *PLAIN, "kube.gpu_resource=-/gpu"), "kube.gpu_resource"),
     *(
         (("cluster", STORE, f"kube.image={image}"), "kube.image")

@@ -284,6 +284,8 @@ class KubeSpec(Spec):
             raise ValueError("store is missing: pods share no disk, so give kube.store, or kube.home_claim")
         if self.gcs_claim and self.redis:
             raise ValueError("gcs_claim and redis are for the same: give one")
+        if self.gcs_claim and self.retries:
+            raise ValueError("retries begin a new cluster each, which would find the old one's in gcs_claim: give one")
         for each in self.mounts:
             if not {"name", "mountPath"} <= each.keys():
                 raise ValueError(f"mounts has {each!r}: give name, of a volume of pod.volumes, and mountPath")
