@@ -65,6 +65,16 @@ def test_rays_launcher_takes_it(text: str) -> None:
     assert prepared["max_workers"] == len(prepared["provider"]["worker_ips"])
 
 
+@pytest.mark.parametrize("cloud", ["AWS", "Google Cloud"])
+def test_rays_launcher_takes_it_on_a_cloud(cloud: str, config: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "operations" / "hosts.md").read_text()
+    (section,) = re.findall(rf"```yaml\n# {cloud}\n(.*?)```", page, re.DOTALL)
+    done = validated(yaml.safe_dump({**config, **yaml.safe_load(section)}))
+    assert done.returncode == 0, done.stderr
+    types = json.loads(done.stdout.splitlines()[-1])["available_node_types"]
+    assert types["head"]["resources"]["CPU"] == 0
+
+
 def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict[str, Any], folder: Path) -> None:
     writing = [command for command in config["setup_commands"] if "shoal.cluster.host_environment" in command]
     assert len(writing) == 1
