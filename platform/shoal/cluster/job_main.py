@@ -64,8 +64,8 @@ def job_main(
     try:
         words = translate(restore_secrets(sys.argv[1:]))
         fields = [word for word in words if word not in (CHECK, ALL, *HELP)]
-        if (begun := _find_begun()) and not last_override(fields, "resume"):
-            fields.append(format_override("resume", begun))
+        if (earlier := _find_earlier_try()) and not last_override(fields, "resume"):
+            fields.append(format_override("resume", earlier))
         if not isinstance(spec, Spec):
             chosen = spec(fields)
         elif resumed := last_override(fields, "resume"):
@@ -156,7 +156,7 @@ def expected_run_id() -> str | None:
     return os.environ.get(RUN_ID)
 
 
-def _find_begun() -> str:
+def _find_earlier_try() -> str:
     """The run that an earlier try of this job has begun, where it is tried again ($SHOAL_RETRIED); "" for none."""
     with suppress(RunError):  # this is the first try
         if (run_id := expected_run_id()) and os.environ.get(RETRIED):
