@@ -50,6 +50,7 @@ class LocalEngine:
         self._loop = closing.enter_context(LocalLoop(spec, experience, folder, token, setting["target_return"]))
         self.address = self._loop.address
         self._step_s: list[float] = []
+        self._taken_version = 0
         pause_s, pause_factor = setting["pause_s"], setting["pause_factor"]
 
         def note(seconds: float) -> None:
@@ -66,7 +67,9 @@ class LocalEngine:
         return self._loop.learner.stats()
 
     def published(self) -> list[tuple[int, float]]:
-        return [(one.version, one.published_at) for one in self._loop.learner.take_published()]
+        published = self._loop.learner.take_published(self._taken_version)
+        self._taken_version = max([self._taken_version, *(one.version for one in published)])
+        return [(one.version, one.published_at) for one in published]
 
     def take_step_s(self) -> list[float]:
         """How long each batch since the last call took."""

@@ -267,7 +267,7 @@ class Learner:
                 "metrics": dict(self._metrics),
             }
 
-    def take_published(self, after: int = 0) -> list[PublishedVersion]:
+    def take_published(self, after: int) -> list[PublishedVersion]:
         """The versions above the number `after`, also of an earlier process; those up to it are recorded."""
         return self._versions.take(after)
 

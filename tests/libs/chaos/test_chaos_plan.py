@@ -2,17 +2,20 @@
 
 import json
 import sqlite3
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.libs.chaos.plan import ACTOR_LINK, LOOP, STORE, Fault, draw_faults, shrink
+from shoal.libs.chaos.plan import ACTOR_LINK, LOOP, ROLES, STORE, Fault, draw_faults, require_links, shrink
 from shoal.libs.chaos.promises import check_accounts, check_checkpoints, check_metric, check_versions
-from shoal.runs import Run
+from shoal.libs.chaos.striker import Striker
+from shoal.runs import Run, RunKind
 
 ACCOUNTS = {"received": 7, "consumed": 4, "queued": 0, "dropped": {"gateway_crash": 3, "stale": 0}, "balanced": True}
 
@@ -45,6 +48,43 @@ def test_links_have_faults_of_their_own() -> None:
 def test_what_cannot_be_struck_is_refused_by_name(given: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draw_faults(0, 3, LOOP, **given)  # type: ignore[arg-type]
+
+
+def test_faults_of_a_link_that_is_not_there_are_refused() -> None:
+    fault = Fault("partition", STORE, "step", 1, seconds=2.0)
+    require_links([fault], [STORE])
+    with pytest.raises(ConfigError, match="store needs SHOAL_STORE"):
+        require_links([fault], [ACTOR_LINK])
+
+
+def test_a_second_fault_of_one_process_prolongs_the_first() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    striker = Striker(lambda: [psutil.Process(child.pid)], {}, print)
+    striker.faults = [Fault("pause", "sleeper", "step", at, seconds=600.0) for at in (1, 2)]
+    ROLES["sleeper"] = "^sleep"
+    try:
+        striker.follow({"step": 2})
+        assert [each.victim for each in striker.strikes] == [f"process {child.pid}"] * 2
+        assert psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+        assert not striker.is_over
+        striker.remedy(everything=True)
+        assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+        assert striker.is_over
+    finally:
+        del ROLES["sleeper"]
+        child.kill()
+        child.wait()
+
+
+def test_a_learner_that_goes_on_from_an_older_checkpoint_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with shoal.runs.create("loop", "{}", kind=RunKind.LOOP) as recorder:
+        recorder.record_event("learner_restarted", restored_updates=5, updates=9)
+    run = shoal.runs.load(recorder.id)
+    (promise,) = check_checkpoints(run, [(run.created_at, 7)])
+    assert promise.evidence == "step 7 was saved, and step 5 restored"
 
 
 @pytest.mark.parametrize("guilty", [{3}, {0, 39}, {5, 6, 30}])

@@ -270,6 +270,10 @@ def test_a_checkpoint_is_due_when_something_has_changed_and_the_interval_is_over
     assert checkpoints.is_due((3, 1))
     checkpoints.save((3, 1), {"updates": 3, "w": torch.zeros(1)})
     assert not checkpoints.is_due((3, 1))
+    checkpoints._cost_s = 1000.0  # a tenth of the time goes to saving, at most
+    checkpoints._saved_at -= 8000.0
+    assert not checkpoints.is_due((3, 2))
+    checkpoints._saved_at -= 1000.0
     assert checkpoints.is_due((3, 2))
     again = LearnerCheckpoints(tmp_path, LearnerSpec(checkpoint_every_s=1000.0))
     state = again.load()

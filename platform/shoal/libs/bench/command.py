@@ -102,6 +102,10 @@ def bench_endpoint(
       shoal bench fashion --callers 32 --rows images.npz --rows-per-request 4
       shoal bench https://models.example --model smollm --rate 2 --text @questions.jsonl --with max_tokens=100
     """
+    if rate and round(rate * seconds) < 1:
+        raise ConfigError("rate", rate, f"gives no request in {seconds:g} s", "give more of either")
+    if texts and not read_texts(texts):
+        raise ConfigError("text", ", ".join(texts), "has no text")
     target = find_endpoint(endpoint, model)
     with target.connect(key) as client:
         name = model or _find_model(client)

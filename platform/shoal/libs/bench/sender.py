@@ -96,7 +96,7 @@ class LoadSender:
         """Send a request. Returns the answer's kind, version and body, and whether the connection ends with it; adds
         to `times_s` when its first byte came. Raises OSError, EOFError."""
         writer.write(payload)
-        head = (await reader.readuntil(b"\r\n\r\n")).lower().decode()
+        head = (await reader.readuntil(b"\r\n\r\n")).lower().decode("latin-1")
         times_s.append(time.monotonic())
         status = head[9:12]
         body = b""
@@ -150,7 +150,7 @@ class LoadSender:
                     writer = None
         except TimeoutError:
             pass
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
             kind = INCOMPLETE if len(times_s) > 2 else LOST
         if writer is not None:
             writer.transport.abort()

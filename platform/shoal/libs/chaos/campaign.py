@@ -25,9 +25,9 @@ from shoal.client.discovery import INFERENCE_KIND, FoundEndpoint
 from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.extend.cluster import end_programs, find_free_port, find_marked_processes, start_program
 from shoal.extend.runs import Run, RunKind, load
-from shoal.libs.chaos.caller import EndpointCaller, open_callers
+from shoal.libs.chaos.caller import EndpointCaller, close_callers, open_callers
 from shoal.libs.chaos.link import FaultyLink
-from shoal.libs.chaos.plan import ACTOR_LINK, STORE, Fault
+from shoal.libs.chaos.plan import ACTOR_LINK, STORE, Fault, require_links
 from shoal.libs.chaos.promises import (
     Promise,
     check_accounts,
@@ -101,15 +101,19 @@ class Campaign:
         program = start_program(command, self._log, self._environment)
         try:
             run = self._find_run(program)
-            self._striker.faults += self._draw(run.kind, [*self._links])
+            faults = self._draw(run.kind, [*self._links])
+            require_links(faults, self._links)
+            self._striker.faults += faults
             self._tell(f"run {run.id} is struck by {len(self._striker.faults)} faults")
             stall = self._follow(program, run)
             run = run.reload()
             promises = [*stall, self._check_end(program, run), *check_accounts(run), *check_versions(run)]
             live = run.versions()["version"].tolist()
-            for callers in self._callers.values():
-                for caller in callers:
-                    promises += caller.check(live)
+            callers = [caller for each in self._callers.values() for caller in each]
+            self._striker.remedy(everything=True)
+            close_callers(callers)
+            for caller in callers:
+                promises += caller.check(live)
             strikes = self._striker.strikes
             promises += check_checkpoints(run, [(each.at, each.saved) for each in strikes])
             seconds = time.monotonic() - began_s
@@ -117,9 +121,8 @@ class Campaign:
                 run.id, run.status.value, run.created_at, seconds, strikes, self._striker.faults, promises
             )
         finally:
-            for name in [*self._callers]:
-                self._close_callers(name)
             self._striker.remedy(everything=True)
+            close_callers([caller for each in self._callers.values() for caller in each])
             end_programs([program], GRACE_S)
             for link in self._links.values():
                 link.close()
@@ -184,11 +187,7 @@ class Campaign:
                 with suppress(ConnectionLost, InferenceError):  # its first version is on its way
                     self._callers[each.name] = open_callers(FoundEndpoint(each.name, each.address), [each.name])
             if each.state == "closed" and each.name in self._callers:
-                self._close_callers(each.name)
-
-    def _close_callers(self, name: str) -> None:
-        for caller in self._callers[name]:
-            caller.close()
+                close_callers(self._callers[each.name])
 
     def _check_end(self, program: subprocess.Popen[bytes], run: Run) -> Promise:
         is_orderly = program.returncode in ORDERLY and run.status.is_complete
@@ -228,16 +227,15 @@ class EndpointCampaign:
         try:
             stall = self._follow()
             promises = [*stall, self._check_replicas(status.num_replicas)]
+            close_callers(self._callers)
             for caller in self._callers:
-                caller.close()
                 promises += caller.check(self._live(caller.model))
             strikes = self._striker.strikes
             seconds = time.time() - began_at
             return CampaignResult(self._found.run_id, "up", began_at, seconds, strikes, self._striker.faults, promises)
         finally:
-            for caller in self._callers:
-                caller.close()
             self._striker.remedy(everything=True)
+            close_callers(self._callers)
 
     def _follow(self) -> list[Promise]:
         """Until all faults are over, and each model has answered some more requests."""

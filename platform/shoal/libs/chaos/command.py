@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +18,10 @@ from shoal.errors import ConfigError, RunError
 from shoal.extend.cli import CommandGroup, NotNegative, Positive, Texts, render_table
 from shoal.extend.cluster import find_cluster, find_cluster_processes
 from shoal.extend.registry import Registry
-from shoal.extend.runs import Panel, RunKind, load, print_line
+from shoal.extend.runs import Panel, Run, RunKind, load, print_line
 from shoal.home import home
 from shoal.libs.chaos.campaign import Campaign, CampaignResult, EndpointCampaign
-from shoal.libs.chaos.plan import LOOP, SERVING, TRAINING, Fault, draw_faults, shrink
+from shoal.libs.chaos.plan import LOOP, SERVING, TRAINING, Fault, draw_faults, require_known, shrink
 from shoal.libs.chaos.promises import check_metric
 
 MENUS = {RunKind.LOOP: LOOP, RunKind.TRAINING: TRAINING}
@@ -90,6 +90,7 @@ def run(
             )
         return draw_faults(seed, faults, MENUS[run_kind], links, target, kind)
 
+    require_known(kind, target)  # before a cluster starts
     return _try_run({"run": overrides, "seed": seed, "equal": equal}, draw, shorten)
 
 
@@ -131,15 +132,18 @@ def replay(
     try:
         known = msgspec.json.decode(file.read_bytes())
         listed = [Fault(**each) for each in known["faults"]]
-        about = {each: known[each] for each in ("run", "equal", "endpoint", "seed") if each in known}
+        about = {"equal": ()} | {each: known[each] for each in ("run", "equal", "endpoint", "seed") if each in known}
+        is_run = "endpoint" not in about and bool(known["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} has no campaign: {error}") from None
-    if "endpoint" in about:
+    if not is_run:
         return _try_endpoint(about, listed)
     return _try_run(about, lambda *_: listed, shorten)
 
 
 def _try_endpoint(about: dict[str, Any], faults: Sequence[Fault]) -> dict[str, Any]:
+    if ":" in (about["endpoint"] or ""):
+        raise ConfigError("name", about["endpoint"], "is an address, and may be of another cluster", "give a name")
     cluster = find_cluster()
     if cluster is None or cluster.cluster_id is None or cluster.temp_dir is None:
         raise RunError("no cluster is up on this machine: `shoal up` starts one")
@@ -156,17 +160,25 @@ def _try_endpoint(about: dict[str, Any], faults: Sequence[Fault]) -> dict[str, A
 
 
 def _try_run(about: dict[str, Any], draw: Any, shorten: int) -> dict[str, Any]:
-    def try_faults(draw: Any) -> CampaignResult:
+    def start(draw: Any) -> CampaignResult:
         campaign = Campaign(about["run"], draw, _find_folder(), print_line)
         result = campaign.run()
         result.promises.append(campaign.find_leftovers())
         return result
 
-    result = try_faults(draw)
+    @cache
+    def find_undisturbed() -> Run:
+        return load(start(lambda *_: []).run_id)
+
+    def compare(result: CampaignResult) -> None:
+        """Add the promises of metrics."""
+        run = load(result.run_id)
+        result.promises += [check_metric(run, find_undisturbed(), metric) for metric in about["equal"]]
+
+    result = start(draw)
     struck = [*(each.fault for each in result.strikes), *result.missed]
-    if about["equal"]:
-        undisturbed = load(try_faults(lambda *_: []).run_id)
-        result.promises += [check_metric(load(result.run_id), undisturbed, metric) for metric in about["equal"]]
+    described = _save(about, result, struck)  # further runs may fail
+    compare(result)
     if shorten and not result.is_clean:
         broken = {each.name for each in result.promises if not each.is_satisfied}
         left = iter(range(shorten))
@@ -175,18 +187,20 @@ def _try_run(about: dict[str, Any], draw: Any, shorten: int) -> dict[str, Any]:
             if next(left, None) is None:
                 return False
             print_line(f"again with {len(fewer)} of the faults")
-            found = try_faults(lambda *_: fewer).promises
-            return any(each.name in broken and not each.is_satisfied for each in found)
+            again = start(lambda *_: fewer)
+            compare(again)
+            return any(each.name in broken and not each.is_satisfied for each in again.promises)
 
-        struck = shrink([each.fault for each in result.strikes], is_violated)
-        print_line(f"{len(struck)} faults still break it: {'; '.join(map(str, struck))}")
-    return _save(about, result, struck)
+        struck = shrink(all_struck := [each.fault for each in result.strikes], is_violated)
+        seen = "still break it" if len(struck) < len(all_struck) else "break it: no fewer were seen to"
+        print_line(f"{len(struck)} faults {seen}: {'; '.join(map(str, struck))}")
+    return _save(about, result, struck, described["file"])
 
 
-def _save(about: dict[str, Any], result: CampaignResult, faults: Sequence[Fault]) -> dict[str, Any]:
-    file = _find_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{about['seed']}.json"
-    described = {**about, "file": str(file), "faults": [asdict(each) for each in faults], **asdict(result)}
-    replace_synced(file, msgspec.json.format(msgspec.json.encode(described)))
+def _save(about: dict[str, Any], result: CampaignResult, faults: Sequence[Fault], file: str = "") -> dict[str, Any]:
+    path = Path(file) if file else _find_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{about['seed']}.json"
+    described = {**about, "file": str(path), "faults": [asdict(each) for each in faults], **asdict(result)}
+    replace_synced(path, msgspec.json.format(msgspec.json.encode(described)))
     return described
 
 

@@ -42,10 +42,12 @@ class FaultyLink:
             self._thread.join()
 
     def _set(self, fault: str) -> None:
-        self._fault = fault
         if fault in ("cut", "errors"):
             for writer in self._writers:
                 writer.transport.abort()
+        if fault == "cut":  # another one may last
+            return
+        self._fault = fault
         if fault == "partition":
             self._passing.clear()
         else:

@@ -76,6 +76,21 @@ TRAINING = Menu(("rank", "attempt"), {"step": (20, 120), "checkpoints": (1, 3)})
 SERVING = Menu(("replica", "controller", "serve", "proxy"), {"requests": (200, 1000)})
 
 
+def require_known(kinds: Iterable[str], targets: Iterable[str]) -> None:
+    """Raises ConfigError for what no campaign has."""
+    for name, given, known in (("kind", kinds, KINDS), ("target", targets, (*ROLES, *OF_LINKS))):
+        for each in given:
+            if each not in known:
+                raise ConfigError(name, each, f"is none of {', '.join(known)}", suggest(each, known))
+
+
+def require_links(faults: Iterable[Fault], links: Iterable[str]) -> None:
+    """Raises ConfigError for faults of links that there are not."""
+    if missing := sorted({each.target for each in faults} & OF_LINKS.keys() - {*links}):
+        remedy = "actor_link needs --actors, without gateway.port; store needs SHOAL_STORE with AWS_ENDPOINT_URL"
+        raise ConfigError("target", missing[0], "is not there", remedy)
+
+
 def draw_faults(
     seed: int,
     num_faults: int,
@@ -88,11 +103,10 @@ def draw_faults(
 
     links: that there are, by their roles; targets, kinds: that may be drawn, none: all
     """
+    require_known(kinds, targets)
     known = {target: OF_LINKS.get(target, OF_PROCESSES) for target in (*menu.targets, *links)}
-    for name, given, all_names in (("kind", kinds, KINDS), ("target", targets, [*known])):
-        for each in given:
-            if each not in all_names:
-                raise ConfigError(name, each, f"is none of {', '.join(all_names)}", suggest(each, all_names))
+    if missing := [each for each in targets if each not in known]:
+        raise ConfigError("target", missing[0], f"is none of this run's: {', '.join(known)}")
     choices = {target: [kind for kind in known[target] if kind in (kinds or KINDS)] for target in targets or known}
     choices = {target: possible for target, possible in choices.items() if possible}
     if not choices:

@@ -43,16 +43,18 @@ def check_versions(run: Run) -> Iterator[Promise]:
 
 
 def check_checkpoints(run: Run, saved: Sequence[tuple[float, int]]) -> Iterator[Promise]:
-    """After each loss of workers a run goes on from a checkpoint that is as new as the newest one was.
+    """After each loss of workers, or of a loop's learner, a run goes on from a checkpoint that is as new as the newest
+    one was.
 
-    saved: by Unix time, the step of the newest checkpoint, as it was seen at each fault
+    saved: by Unix time, the step of the newest checkpoint (of a loop the updates), as it was seen at each fault
     """
-    restored = [each for each in run.read_events() if each.kind == "restored"]
+    kind, field = ("learner_restarted", "restored_updates") if run.kind is RunKind.LOOP else ("restored", "step")
+    restored = [each for each in run.read_events() if each.kind == kind]
     wrong: list[str] = []
     for event in restored:
         newest = max((step for at, step in saved if at <= event.time), default=-1)
-        if event.details["step"] < newest:
-            wrong.append(f"step {newest:,} was saved, and step {event.details['step']:,} restored")
+        if event.details[field] < newest:
+            wrong.append(f"step {newest:,} was saved, and step {event.details[field]:,} restored")
     if restored:
         evidence = f"{len(restored)} times restored, none behind the newest checkpoint"
         yield Promise("no step lost beyond the checkpoint", not wrong, "; ".join(wrong[:3]) or evidence)

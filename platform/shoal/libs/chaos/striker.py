@@ -49,7 +49,7 @@ class Striker:
         self._find_processes = find_processes
         self._links = links
         self._tell = tell
-        self._remedies: list[tuple[float, Callable[[], None]]] = []  # what ends by itself, and when
+        self._remedies: dict[object, tuple[float, Callable[[], object]]] = {}  # by victim: when, and what ends it
 
     @property
     def is_over(self) -> bool:
@@ -67,15 +67,16 @@ class Striker:
 
     def remedy(self, everything: bool = False) -> None:
         """End the faults that have lasted."""
-        for each in [each for each in self._remedies if everything or time.monotonic() >= each[0]]:
-            self._remedies.remove(each)
-            with suppress(psutil.Error):  # it has ended meanwhile
-                each[1]()
+        for victim, (end_s, undo) in [*self._remedies.items()]:
+            if everything or time.monotonic() >= end_s:
+                del self._remedies[victim]
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    undo()
 
     def _strike_link(self, fault: Fault) -> str:
         link = self._links[fault.target]
         link.inject(fault.kind)
-        self._remedies.append((time.monotonic() + fault.seconds, partial(link.inject, "")))
+        self._end_later(fault, link, partial(link.inject, ""))
         return f"port {link.port}"
 
     def _strike_process(self, fault: Fault) -> str:
@@ -84,32 +85,32 @@ class Striker:
         if len(victims) <= (fault.target == "actor"):  # nobody brings the last actor back
             return ""
         victim = victims[int(fault.choice * len(victims))]
+        key = victim.pid, fault.kind
         with suppress(psutil.Error):  # it has just ended
-            inject(victim, fault.kind)
-            if fault.seconds:
-                self._remedies.append((time.monotonic() + fault.seconds, partial(remedy, victim, fault.kind)))
+            undo = self._remedies[key][1] if key in self._remedies else inject(victim, fault.kind)
+            self._end_later(fault, key, undo)
         return f"process {victim.pid}"
 
+    def _end_later(self, fault: Fault, victim: object, undo: Callable[[], object]) -> None:
+        """One that comes while another of the same victim lasts prolongs it."""
+        if fault.seconds:
+            end_s, _ = self._remedies.get(victim, (0.0, None))
+            self._remedies[victim] = max(end_s, time.monotonic() + fault.seconds), undo
 
-def inject(process: psutil.Process, kind: str) -> None:
-    """Begin a fault. A full disk is one on which no file of the process grows."""
+
+def inject(process: psutil.Process, kind: str) -> Callable[[], object]:
+    """Begin a fault; returns what ends it. A full disk is one on which no file of the process grows."""
     match kind:
         case "kill":
             process.kill()
         case "pause":
             process.suspend()
         case "fill_disk" | "fill_memory":
+            before = process.rlimit(LIMITS[kind])
             most = 0 if kind == "fill_disk" else process.memory_info().vms
-            process.rlimit(LIMITS[kind], (most, process.rlimit(LIMITS[kind])[1]))
-
-
-def remedy(process: psutil.Process, kind: str) -> None:
-    """End a fault that lasts."""
-    if kind == "pause":
-        process.resume()
-    else:
-        _, highest = process.rlimit(LIMITS[kind])
-        process.rlimit(LIMITS[kind], (highest, highest))
+            process.rlimit(LIMITS[kind], (most, before[1]))
+            return partial(process.rlimit, LIMITS[kind], before)
+    return process.resume
 
 
 def describe(process: psutil.Process) -> str:
