@@ -16,6 +16,7 @@ from shoal.libs.chaos.plan import ACTOR_LINK, LOOP, ROLES, STORE, Fault, draw_fa
 from shoal.libs.chaos.promises import check_accounts, check_checkpoints, check_metric, check_versions
 from shoal.libs.chaos.striker import Striker
 from shoal.runs import Run, RunKind
+from waiting import wait_for
 
 ACCOUNTS = {"received": 7, "consumed": 4, "queued": 0, "dropped": {"gateway_crash": 3, "stale": 0}, "balanced": True}
 
@@ -65,10 +66,10 @@ def test_a_second_fault_of_one_process_prolongs_the_first() -> None:
     try:
         striker.follow({"step": 2})
         assert [each.victim for each in striker.strikes] == [f"process {child.pid}"] * 2
-        assert psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+        wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, what="a stopped process")
         assert not striker.is_over
         striker.remedy(everything=True)
-        assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+        wait_for(lambda: psutil.Process(child.pid).status() != psutil.STATUS_STOPPED, what="a process that goes on")
         assert striker.is_over
     finally:
         del ROLES["sleeper"]
