@@ -243,6 +243,21 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
         assert not session._poll()
 
 
+def test_lines_that_come_with_the_first_metrics_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
+    lines = [["sessions are opened at http://h"], ["step 2"]]
+    with runs.create("x", "target_return: 475", "one", kind=runs.RunKind.LOOP) as run:
+        run.log(1, {"steps/total": 5.0})
+        run.flush()
+        session = a_session("env=CartPole-v1")
+        session.run_id = "one"
+        session._job = SimpleNamespace(poll_outcome=lambda: None)  # type: ignore[assignment]
+        session._job_log = SimpleNamespace(read_new_lines=lambda is_over: lines.pop(0))  # type: ignore[assignment]
+        assert not session._poll()
+        assert not session._poll()
+    assert session._printed_lines == ["sessions are opened at http://h"]
+
+
 def test_a_command_whose_endpoint_answers_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     with runs.create("x", "models: [m@1]", "one", kind=runs.RunKind.SERVING) as run:
