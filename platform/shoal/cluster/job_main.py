@@ -65,7 +65,10 @@ def job_main(
         words = translate(restore_secrets(sys.argv[1:]))
         fields = [word for word in words if word not in (CHECK, ALL, *HELP)]
         if (earlier := _find_earlier_try()) and not last_override(fields, "resume"):
-            fields.append(format_override("resume", earlier))
+            if isinstance(spec, Spec) and "resume" not in type(spec).model_fields:
+                del os.environ[RUN_ID]  # it begins again, as another run
+            else:
+                fields.append(format_override("resume", earlier))
         if not isinstance(spec, Spec):
             chosen = spec(fields)
         elif resumed := last_override(fields, "resume"):

@@ -199,7 +199,8 @@ REFUSED += [
     (("cluster", *PLAIN, "kube.workers.disk=50 GB"), "kube.workers.disk ="),
     (("cluster", *PLAIN, "kube.pod={hostNetwork: true}"), "has 'hostNetwork'"),
     (("cluster", *PLAIN, "kube.pod={volumes: data}"), "is no list"),
-    (("cluster", *PLAIN, "kube.mounts=[{name: data}]"), "mountPath"),
+    (("cluster", *PLAIN, "kube.mounts=[{name: data, mountPath: /data}]"), "mountPath"),
+    (("cluster", *PLAIN, "kube.pod={volumes: [{name: home, emptyDir: {}}]}"), "give another name"),
     (("cluster", *PLAIN, "kube.redis=redis 6379"), "kube.redis"),
     (("cluster", *PLAIN, "kube.redis=redis:6379", "kube.gcs_claim=gcs"), "give one"),
     (("job", "train", TASK, *PLAIN, "kube.retries=1", "kube.gcs_claim=gcs"), "retries begin a new cluster"),
@@ -296,6 +297,19 @@ def test_what_operators_ask_for_is_on_every_pod_and_object(tmp_path: Path) -> No
     disks = [each["spec"]["containers"][0]["resources"]["requests"].get("ephemeral-storage") for each in templates]
     assert disks == [None, "50Gi"]
     assert not [each for each in documents if each["kind"] == "PodDisruptionBudget"]  # its head may go and come back
+
+
+def test_evictions_leave_what_is_always_there_but_one(tmp_path: Path) -> None:
+    def list_budgets(*words: str) -> dict[str, Any]:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        documents = render(out, words)
+        budgets = [each for each in documents if each["kind"] == "PodDisruptionBudget"]
+        assert not [each for each in budgets if "maxUnavailable" in each["spec"]]  # of no use with a custom resource
+        return {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
+
+    assert list_budgets(*INSECURE) == {"digits-head": 1}
+    assert list_budgets(*INSECURE, "kube.workers.min=3") == {"digits-head": 1, "digits-worker": 2}
+    assert list_budgets("cluster", "kube.name=lab", "kube.workers.min=3", *PLAIN) == {"lab-head": 1}
 
 
 def test_a_pod_that_escalates_is_found() -> None:

@@ -1,5 +1,6 @@
 """A job that is tried again under the same run id goes on with its run, as Kubernetes tries a failed one again."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,18 @@ class JobSpec(Spec):
     resume: str = ""
 
 
-def try_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> JobSpec:
+class OtherSpec(Spec):
+    """Of a job that cannot."""
+
+    steps: int = 3
+
+
+def try_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, kind: type[Spec] = JobSpec) -> Spec:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     monkeypatch.setenv(RUN_ID, RUN)
     monkeypatch.setattr("sys.argv", ["job.py", *words])
-    chosen: list[JobSpec] = []
-    job_main(JobSpec(), lambda spec, job: chosen.append(spec), "job", needs_cluster=False)
+    chosen: list[Spec] = []
+    job_main(kind(), lambda spec, job: chosen.append(spec), "job", needs_cluster=False)
     return chosen[0]
 
 
@@ -36,5 +43,7 @@ def test_a_job_that_is_tried_again_resumes_the_run_that_it_has_begun(
         pass
     assert try_once(tmp_path, monkeypatch) == JobSpec(steps=5, resume=RUN)
     assert try_once(tmp_path, monkeypatch, "steps=4") == JobSpec(steps=4, resume=RUN)
+    assert try_once(tmp_path, monkeypatch, kind=OtherSpec) == OtherSpec()
+    assert RUN_ID not in os.environ  # it is another run
     monkeypatch.delenv(RETRIED)
     assert try_once(tmp_path, monkeypatch) == JobSpec()

@@ -29,6 +29,7 @@ SERVE_PORT = 8000
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265
 METRICS_PORT = 8080
+HEAD_METRICS_PORTS = (44217, 44227)  # of the autoscaler and of the dashboard
 CONSOLE_PORT = 8267
 DRIVER_RESOURCE = "shoal_driver"
 NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the name of their RayJob
@@ -137,7 +138,7 @@ def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any])
         "serveService": service,
         "rayClusterConfig": _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}, SERVE_PORT),
     }
-    return [_wrap(spec, API, "RayService", endpoint), *_make_budgets(spec, workers=1)]
+    return [_wrap(spec, API, "RayService", endpoint), *_make_budgets(spec, has_replicas=True)]
 
 
 def make_cluster(spec: KubeSpec) -> list[Document]:
@@ -237,14 +238,16 @@ def _make_service(spec: KubeSpec, name: str, selector: dict[str, str], port: int
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service}
 
 
-def _make_budgets(spec: KubeSpec, workers: int | None = None) -> list[Document]:
-    """How many pods may be evicted at once: no head whose GCS would end with it, and so many workers; None: any."""
-    most = {"head": None if spec.has_lasting_gcs else 0, "worker": workers}
+def _make_budgets(spec: KubeSpec, has_replicas: bool = False) -> list[Document]:
+    """How many pods stay when others are evicted: a head whose GCS would end with it, and of workers with replicas all
+    but one of those that are always there. As `minAvailable`: Kubernetes knows no total of a custom resource's pods."""
+    workers = sum(group.min for group in spec.all_groups)
+    least = {"head": int(not spec.has_lasting_gcs), "worker": workers - 1 if has_replicas else 0}
     budgets = []
-    for role, number in most.items():
-        if number is not None:
+    for role, number in least.items():
+        if number > 0:
             selector = {"matchLabels": {NAME_LABEL: spec.name, "ray.io/node-type": role}}
-            budget = _wrap(spec, "policy/v1", "PodDisruptionBudget", {"maxUnavailable": number, "selector": selector})
+            budget = _wrap(spec, "policy/v1", "PodDisruptionBudget", {"minAvailable": number, "selector": selector})
             budget["metadata"]["name"] = f"{spec.name}-{role}"
             budgets.append(budget)
     return budgets
@@ -339,7 +342,15 @@ def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, 
         open_ports = [{"ports": [{"port": served_port}]}] if served_port else []
         cluster["networkPolicy"] = {
             "mode": "DenyAllIngress",
-            "head": {"ingressRules": [{"ports": [{"port": METRICS_PORT}]}]},
+            "head": {
+                "ingressRules": [
+                    {"ports": [{"port": port} for port in (METRICS_PORT, *HEAD_METRICS_PORTS)]},
+                    {
+                        "from": [{"podSelector": {"matchLabels": {PART_LABEL: "console"}}}],
+                        "ports": [{"port": DASHBOARD_PORT}],
+                    },
+                ]
+            },
             "worker": {"ingressRules": [{"ports": [{"port": METRICS_PORT}]}, *open_ports]},
         }
     return cluster
@@ -410,7 +421,7 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
     for name, value in spec.pod.items():
         pod_spec[name] = [*pod_spec.get(name, []), *value] if isinstance(value, list) else value
     for each in pod_spec.get("initContainers", []):
-        each["securityContext"] = {**RESTRICTED, **each.get("securityContext", {})}
+        each["securityContext"] = {**each.get("securityContext", {}), **RESTRICTED}
     metadata: Document = {"labels": {**spec.labels, NAME_LABEL: spec.name}}
     if spec.annotations:
         metadata["annotations"] = dict(spec.annotations)

@@ -12,6 +12,7 @@ from shoal.store.location import require_location
 
 DRIVER_GROUP = "driver"  # where the gateway of a job is; added to a job with `gateway_port`
 MAX_NAME_CHARS = 47  # KubeRay adds to it, and refuses names of clusters beyond 53
+OWN_VOLUMES = ("home", "tls", "tmp")
 OWN_VARIABLES = ("SHOAL_HOME", "SHOAL_STORE", "RAY_ADDRESS", "RAY_AUTH_MODE")
 
 # The rules of Kubernetes' API server for names, keys and values, and of a container's runtime for an image.
@@ -286,8 +287,11 @@ class KubeSpec(Spec):
             raise ValueError("gcs_claim and redis are for the same: give one")
         if self.gcs_claim and self.retries:
             raise ValueError("retries begin a new cluster each, which would find the old one's in gcs_claim: give one")
+        volumes = [each.get("name") for each in self.pod.get("volumes", [])]
+        if taken := {*OWN_VOLUMES} & {*volumes}:
+            raise ValueError(f"pod.volumes has {min(taken)}, which is a volume of ours: give another name")
         for each in self.mounts:
-            if not {"name", "mountPath"} <= each.keys():
+            if each.get("name") not in volumes or "mountPath" not in each:
                 raise ValueError(f"mounts has {each!r}: give name, of a volume of pod.volumes, and mountPath")
         names = [group.name for group in self.all_groups]
         for name in names:
