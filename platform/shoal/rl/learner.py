@@ -38,7 +38,7 @@ from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, decode_tens
 from shoal.wire import DropReason, ExperienceSpec
 
 VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
-MOST_SAVING = 0.1  # of a learner's time
+PAUSE = 9.0  # between checkpoints, times what the last one took: saving has a tenth of the time at most
 VERSIONS_AHEAD = 1_000_000  # of a checkpoint: that many are published without another in the store, at most
 LARGE_LAG = 4.0  # versions, of the newest batch, beyond which the next one may be larger
 UPLOAD_TIMEOUT_S = 30.0  # of the last checkpoint, at the end
@@ -447,7 +447,7 @@ class LearnerCheckpoints:
 
     def is_due(self, progress: tuple[int, ...]) -> bool:
         """progress: numbers that change with the state"""
-        pause_s = max(self._interval_s, self._cost_s * (1 / MOST_SAVING - 1))
+        pause_s = max(self._interval_s, PAUSE * self._cost_s)
         return time.monotonic() - self._saved_at >= pause_s and progress != self._progress
 
     def save(self, progress: tuple[int, ...], state: dict[str, Any]) -> None:

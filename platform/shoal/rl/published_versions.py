@@ -21,7 +21,8 @@ from shoal import atomic_file
 from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, measure_lag
 
 VERSIONS_RESERVED = 50  # at a time, on disk
-MAX_UNRECORDED = 1000
+MAX_UNRECORDED = 10_000
+MAX_LISTED = 200  # of them, on disk: each publication writes these
 
 
 class WeightSink(Protocol):
@@ -96,6 +97,6 @@ class PublishedVersions:
 
     def _list(self, unrecorded: Sequence[PublishedVersion]) -> None:
         draft = self._list_path.with_suffix(".draft")
-        draft.write_text(json.dumps(unrecorded))
+        draft.write_text(json.dumps(unrecorded[-MAX_LISTED:]))
         draft.replace(self._list_path)  # unsynced: only its learner's death is survived
         self._unrecorded = deque(unrecorded, maxlen=MAX_UNRECORDED)
