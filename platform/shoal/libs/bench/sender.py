@@ -21,7 +21,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-OK, LOST, INCOMPLETE, UNANSWERED = "ok", "connection lost", "incomplete answer", "no answer in time"
+OK = "ok"
+LOST = "connection lost"
+INCOMPLETE = "incomplete answer"
+UNANSWERED = "no answer in time"
 RETRY_S = 0.02  # a server that is gone is asked again after a moment, not as fast as the loop can turn
 EXAMPLE_BYTES = 300
 NAMES = "due_s,sent_s,first_s,done_s,payload,kind,version,tokens"

@@ -226,13 +226,15 @@ class EndpointCampaign:
         self._callers = open_callers(self._found, models)
         try:
             stall = self._follow()
+            self._striker.remedy(everything=True)
             promises = [*stall, self._check_replicas(status.num_replicas)]
             close_callers(self._callers)
             for caller in self._callers:
                 promises += caller.check(self._live(caller.model))
             strikes = self._striker.strikes
-            seconds = time.time() - began_at
-            return CampaignResult(self._found.run_id, "up", began_at, seconds, strikes, self._striker.faults, promises)
+            return CampaignResult(
+                self._found.run_id, "up", began_at, time.time() - began_at, strikes, self._striker.faults, promises
+            )
         finally:
             self._striker.remedy(everything=True)
             close_callers(self._callers)

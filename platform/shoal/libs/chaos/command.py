@@ -147,11 +147,10 @@ def _try_endpoint(about: dict[str, Any], faults: Sequence[Fault]) -> dict[str, A
     cluster = find_cluster()
     if cluster is None or cluster.cluster_id is None or cluster.temp_dir is None:
         raise RunError("no cluster is up on this machine: `shoal up` starts one")
-    find_processes = partial(find_cluster_processes, cluster.cluster_id, cluster.temp_dir)
     campaign = EndpointCampaign(
         find_endpoint(about["endpoint"]),
         faults,
-        find_processes,
+        partial(find_cluster_processes, cluster.cluster_id, cluster.temp_dir),
         lambda model: [each.version for each in Registry().list(model)],
         print_line,
     )
