@@ -236,8 +236,7 @@ class RunSession:
                 self._console.print(masked := self._typed.environment.mask(line))  # not every job records metrics
                 self._reporter.note_line()
                 self._printed_lines.append(masked)  # the record may say it again
-            is_waiting = outcome is None and not self._shows_metrics
-            if is_waiting and self._actors is not None and self._actors.are_all_dead:
+            if outcome is None and not self._shows_metrics and self._actors is not None and self._actors.are_all_dead:
                 lost = "no actor is left, and none has sent anything"
                 raise RunError("\n".join((lost, *self._take_new_notes(), self.format_resume_hint())))
         return outcome
