@@ -100,6 +100,7 @@ FAULTS = [
     Fault("kill", "learner", "segments", 120),
     Fault("partition", "actor_link", "segments", 150, seconds=1.0),
     Fault("kill", "weights", "versions", 10),
+    Fault("kill", "proxy", "versions", 20),
 ]
 
 
@@ -107,7 +108,8 @@ def test_a_run_whose_parts_are_killed_and_whose_actors_are_cut_off_keeps_its_pro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a user tries it. A mean return of 200 over 100 episodes takes more than 150 segments."""
-    job = ["actor_learner", "--actors", "2", "target_return=200", "gateway.heartbeat_s=0.2", "gateway.timeout_s=2"]
+    job = ["actor_learner", "--actors", "2", "gateway.shards=2", "target_return=200"]
+    job += ["gateway.heartbeat_s=0.2", "gateway.timeout_s=2"]
     campaign = {"run": job, "equal": [], "seed": 0, "faults": [asdict(each) for each in FAULTS]}
     file = tmp_path / "campaign.json"
     file.write_text(json.dumps(campaign))

@@ -69,7 +69,8 @@ class HaproxyProcess:
     def _start(self, *options: str | Path) -> None:
         file = self.folder / "haproxy.cfg"
         file.write_text(self._config)
-        words = ["sh", self._edited, "-db", "-f", file, *options]
+        own_port = [] if self.environment.get("SERVE_SOCKET_REUSE_PORT_ENABLED") == "1" else ["-dR"]  # as Serve does
+        words = ["sh", self._edited, "-db", "-f", file, *own_port, *options]
         self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
         logs[f"HAProxy {self.process.pid}"] = self.folder / "log"
 
@@ -78,6 +79,13 @@ class HaproxyProcess:
         with self.process as earlier:
             self._start("-x", self.folder / ADMIN_SOCKET, "-sf", str(earlier.pid))
             logs.pop(f"HAProxy {earlier.pid}")
+
+    def replace(self) -> None:
+        """Kill it, and start another one, as Serve does."""
+        self.process.kill()
+        self.process.wait()
+        logs.pop(f"HAProxy {self.process.pid}")
+        self._start()
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from serving.front_replica import LAST
 from serving.haproxy_process import HaproxyProcess
 from serving.raw_requests import ENDS, ODD, PLAIN
 from shoal.cluster.ingress.front import Front, is_routed
-from shoal.cluster.ingress.shared_listener import ADMIN_SOCKET, MARK_FILE
+from shoal.cluster.ingress.shared_listener import ADMIN_SOCKET, MARK_FILE, read_mark
 from shoal.cluster.ports import find_free_port
 from waiting import wait_for
 
@@ -160,9 +160,21 @@ def test_the_rules_of_the_ingress_hold_without_it(direct: Direct) -> None:
     drip = direct.send("connection: close\r\n", path="/drip")
     assert read_all(direct.send("", path="/slow")).startswith(b"HTTP/1.1 504"), "longer than an answer may take"
     assert read_all(drip).endswith(b"}"), "longer, and never silent for so long"
+
+
+def test_a_killed_ingress_is_replaced_and_no_request_is_cut(direct: Direct) -> None:
+    kept = ask_all(direct)
     direct.proxy.process.kill()
     direct.proxy.process.wait(30)
     assert direct.is_direct(), "also while the ingress is dead"
+    mark = read_mark(direct.proxy.folder)
+    direct.proxy.replace()
+    wait_for(lambda: read_mark(direct.proxy.folder) != mark and direct.is_direct(), what="replica at both sockets")
+    for each in kept:
+        assert ask(each)[2]["is_direct"]
+        each.close()
+    (direct.proxy.folder / MARK_FILE).unlink()
+    wait_for(lambda: direct.is_direct() is False, what="the next ingress")
 
 
 @pytest.mark.parametrize("direct", [["127.0.0.1"], ["::1"]], indirect=True)

@@ -59,6 +59,7 @@ _RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors that 
 _DISCARD_CODES = frozenset({"malformed", "too_large"})  # the segment that such an error names can never be counted
 _PAUSE_S = 0.05  # between two looks whether the client is closed
 _HELLO_TIMEOUT_S = 2.0
+_MOVE_S = 10.0  # without an answer, before an actor of a run with several gateways moves to another
 _LOST_FACTOR = 5  # times `timeout_s`, for a gateway that has answered before: its cluster may move it to another host
 _MAX_HEADER_BYTES = 2**24  # a welcome may hold the graph of a policy
 
@@ -67,7 +68,8 @@ class ActorClient:
     """One actor of one run.
 
     address:     tcp://host:port, as the job prints it; with `|` between, all that the gateway may have. One may be a
-                 file, or an object's URL, that has the address: it is read for each attempt
+                 file, or an object's URL, that has the address: it is read for each attempt. With `+` between, those of
+                 several gateways
     token:       the gateway's access token
     actor_id:    1 to 64 characters, unique in the run; by default host name and process id
     incarnation: must grow with every start of the same actor_id; by default the time in nanoseconds
@@ -98,8 +100,8 @@ class ActorClient:
         behaviour: str = "",
         context: zmq.Context[Any] | None = None,
     ) -> None:
-        self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._addresses = GatewayAddresses(address, server_key, self.actor_id)
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._token, self._server_key = token, server_key
         self.behaviour, self.offers = behaviour, dict(offers or {})
@@ -380,9 +382,13 @@ class ActorClient:
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
             self._backoff.record_attempt()
             if welcome is not None:
+                if self._addresses.is_other:
+                    self._drop_unacknowledged()
                 self._addresses.keep()
                 self._begin_session(welcome)
                 return
+            if time.monotonic() - began > _MOVE_S:
+                self._addresses.move()
         raise Closed("the client is closed")
 
     def _pause(self, until: float) -> None:
@@ -402,7 +408,8 @@ class ActorClient:
         self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
-        what = (self._outbox.num_acknowledged, self.offers, self.behaviour)
+        num_acknowledged = 0 if self._addresses.is_other else self._outbox.num_acknowledged
+        what = (num_acknowledged, self.offers, self.behaviour)
         self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, *what))
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._is_closing:
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
@@ -435,6 +442,12 @@ class ActorClient:
         self._begin_exchange(welcome, changed)
         if changed:
             raise RunChanged(f"{self._addresses.current} now serves run {welcome.run_id!r}")
+
+    def _drop_unacknowledged(self) -> None:
+        """Another gateway has the actor: what the one before may have counted is not sent again."""
+        for _ in range(len(self._outbox)):
+            self._count_drop("gateway_moved", "was not acknowledged by the gateway before")
+        self._outbox.clear()
 
     def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 
 import zmq
@@ -38,18 +40,22 @@ def check_address(address: str, server_key: str) -> None:
 class GatewayAddresses:
     """Where a gateway may be. Each attempt takes the next one; after a session, first the one of that session.
 
-    text:    addresses, with `|` between. One may be a file, or an object of a store by its URL, that has the address
+    text:    addresses, with `|` between. One may be a file, or an object of a store by its URL, that has the address.
+             Where a run has several gateways, an address is that of each, with `+` between: an actor has one by its id
     current: that of the newest attempt
     """
 
-    def __init__(self, text: str, server_key: str) -> None:
+    def __init__(self, text: str, server_key: str, actor_id: str = "") -> None:
         self._texts = text.split("|")
         self._next_index = 0
         self._read = ""
+        self._num_shards = 1
+        self._shard = self._welcomed_shard = zlib.crc32(actor_id.encode())
         self.current = self._welcomed = ""
         for each in self._texts:
             if not each.startswith(_LOCATIONS):
-                check_address(each, server_key)
+                for address in _split_shards(each):
+                    check_address(address, server_key)
 
     def __str__(self) -> str:
         return "|".join(self._texts)
@@ -64,13 +70,24 @@ class GatewayAddresses:
 
             folder, _, name = text.rpartition("/")
             try:
-                address = open_store(folder).read(name).decode().strip()
+                address = self._choose(open_store(folder).read(name).decode().strip())
                 check_address(address, "")
                 self._read = address
             except (OSError, ShoalError, UnicodeDecodeError) as error:
                 _log.warning("the gateway's address cannot be read from %s: %s", text, error)
             self.current = self._read
+        else:
+            self.current = self._choose(text)
         return self.current
+
+    def move(self) -> None:
+        """Let the next attempts be at another of the run's gateways, if it has several."""
+        self._shard += 1
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the newest attempt was at another of the run's gateways than the newest session."""
+        return self._welcomed != "" and (self._shard - self._welcomed_shard) % self._num_shards != 0
 
     def keep(self) -> None:
         """The newest attempt has led to a session."""
@@ -78,6 +95,16 @@ class GatewayAddresses:
         if self._welcomed not in ("", self.current):
             _log.warning("the gateway has moved from %s to %s", self._welcomed, self.current)
         self._welcomed = self.current
+        self._welcomed_shard = self._shard
+
+    def _choose(self, text: str) -> str:
+        shards = _split_shards(text)
+        self._num_shards = len(shards)
+        return shards[self._shard % len(shards)]
+
+
+def _split_shards(text: str) -> list[str]:
+    return re.split(r"\+(?=tcp://)", text)
 
 
 def describe_silence(server_key: str, has_connected: bool) -> str:

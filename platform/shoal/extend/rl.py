@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from shoal.rl.experience.demonstrations import DemonstrationSite
     from shoal.rl.experience.quarantine import read_run_quarantine, release_in_run
     from shoal.rl.experience.queue import ExperienceBatch
-    from shoal.rl.gateway.episode_front import StoreSegment
-    from shoal.rl.gateway.listener import Listener, Received
+    from shoal.rl.gateway.listener import Listener, Received, StoreSegment
     from shoal.rl.gateway.state import GatewaySetting, GatewayState
     from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShard
     from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec, LearnerSpec, RecordSpec

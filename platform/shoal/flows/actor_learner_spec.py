@@ -164,7 +164,7 @@ class PoliciesSpec(ActorLearnerSpec):
         if self.given:
             values["env"] = {"name": self.model_name, **self.given["policies"][name]}
         values["self_play"] = self.self_play.model_copy(update={"opponents": policy.opponents})
-        values["gateway"] = self.gateway.shift_ports(list(self.policies).index(name))
+        values["gateway"] = self.gateway.shift_ports(self.gateway.shards * list(self.policies).index(name))
         values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})
         return ActorLearnerSpec.parse(values | {"target_return": policy.target_return})
 

@@ -40,6 +40,7 @@ from shoal.rl.first_game import describe_given
 from shoal.rl.gateway.listener import find_listener
 from shoal.rl.gateway.remote_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
+from shoal.rl.gateway.shards import require_separable
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
 from shoal.weights import WeightSnapshot, decode_tensors
@@ -130,6 +131,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         if own.learn_from_endpoint:
             _require_answerable(own, experience)
         require_playable_opponents(own, experience)
+        require_separable(own)
         if own.gateway.durable == "store":
             require_store()
         find_listener(own.gateway)

@@ -19,9 +19,8 @@ from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
-from shoal.rl.gateway.episode_front import OpenFront
 from shoal.rl.gateway.gateway import Gateway
-from shoal.rl.gateway.listener import format_websocket_address
+from shoal.rl.gateway.listener import OpenFront, format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
@@ -38,6 +37,9 @@ def require_one_process(spec: RLSpec) -> None:
     if spec.learner.replicas > 1:
         problem = "needs a cluster, and this loop is one process"
         raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
+    if spec.gateway.shards > 1:
+        problem = "are processes, and this loop is one"
+        raise ConfigError("gateway.shards", spec.gateway.shards, problem, "use 1, or shoal run")
     if spec.gateway.durable == "store":
         problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
         raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")

@@ -148,6 +148,12 @@ class GatewaySpec(Spec):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
     curve: bool = False
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="gateways of a policy, each a process with a share of the actors; those of one that is away move",
+    )
     durable: Literal["disk", "store"] = Field(
         default="disk",
         description="where a segment is counted before it is acknowledged; store: it is also kept there until learnt,"

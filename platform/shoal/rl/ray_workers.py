@@ -41,6 +41,7 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
+from shoal.rl.gateway.shards import ShardedExperience, join_shards, merge_stats, split_setting
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import (
@@ -190,7 +191,10 @@ class LearnerWorker:
         limit_device_memory(spec.learner.num_gpus)
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
-        source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
+        names = [_gateway_name(setting.run_id, number) for number in range(setting.spec.shards)]
+        sources = [RayExperienceSource(ray.get_actor(name, NAMESPACE)) for name in names]
+        self._shards = ShardedExperience(sources) if len(sources) > 1 else None
+        source = self._shards or sources[0]
         self._hub = LearnerHub(ray.util.get_node_ip_address()) if spec.learner.replicas > 1 else None
         version = get_stored_version(store)
         self._learner = Learner.of_run(spec, setting.site, source, self._publisher, version, self._hub, has_learnt)
@@ -220,6 +224,8 @@ class LearnerWorker:
         """Stop learning, publish and save; False when an update does not end in time."""
         if is_over := self._learner.finish(timeout_s):
             self._publisher.close()
+            if self._shards is not None:
+                self._shards.close()
         return is_over
 
 
@@ -281,9 +287,14 @@ class ActorLearnerWorkers:
         most = spec.learner.max_restarts
         options: dict[str, Any] = {"namespace": NAMESPACE, "max_restarts": -1 if most else 0}
         self._restart_limit = RestartLimit(most, AWAY_TIMEOUT_S)
-        self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
-            name=_gateway_name(setting.run_id), **placement, **options
-        ).remote(spec, setting)
+        self._target_return = setting.target_return
+        self._gateways: list[Any] = [
+            GatewayWorker.options(  # type: ignore[attr-defined]
+                name=_gateway_name(setting.run_id, number), **placement, **options
+            ).remote(spec, own)
+            for number, own in enumerate(split_setting(setting))
+        ]
+        self._gateway = self._gateways[0]  # where games, users and sessions are
         options |= {"num_cpus": spec.learner.num_cpus, "num_gpus": num_gpus}
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
             name=_learner_name(setting.run_id), **options
@@ -310,7 +321,8 @@ class ActorLearnerWorkers:
         does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         self._wait_for_start("learner", self._learner.stats, deadline)
-        return self._wait_for_start("gateway", self._gateway.addresses, deadline)
+        found = [self._wait_for_start("gateway", each.addresses, deadline) for each in self._gateways]
+        return join_shards(found)
 
     def relay_websockets(self, addresses: Mapping[str, str]) -> None:
         """Let this gateway pass games on to those of other policies. Raises ClusterError."""
@@ -326,13 +338,14 @@ class ActorLearnerWorkers:
             raise ClusterError(f"the {name} did not start: {reason}") from error
 
     def stats(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """(gateway's, learner's); None for one that is restarting. Raises ClusterError when one is gone for good."""
-        gateway, learner = self._call_or_none(self._gateway, "stats"), self._call_or_none(self._learner, "stats")
+        """(gateways', learner's); None while one is restarting. Raises ClusterError when one is gone for good."""
+        gateway = self._merge([self._call_or_none(each, "stats") for each in self._gateways])
+        learner = self._call_or_none(self._learner, "stats")
         self._restart_limit.check(time.monotonic(), gateway=gateway, learner=learner)
         return gateway, learner
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
-        return self._call_or_none(self._gateway, "take_events") or []
+        return [event for each in self._gateways for event in self._call_or_none(each, "take_events") or []]
 
     def take_published(self) -> list[PublishedVersion]:
         """The versions since the last call."""
@@ -343,7 +356,8 @@ class ActorLearnerWorkers:
 
     def set_settings(self, values: GameSettings) -> None:
         """Tell the games these settings; the gateway's next counts say whether it has done so."""
-        self._gateway.set_settings.remote(values)
+        for each in self._gateways:
+            each.set_settings.remote(values)
 
     def connect_front(self, url: str) -> None:
         """Name the endpoint that computes the policy for the gateway's front. Raises ClusterError."""
@@ -372,11 +386,16 @@ class ActorLearnerWorkers:
     def close_gateway(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
         its ledger."""
-        return call_or_none(self._gateway.close, timeout_s=timeout_s, away=(*AWAY, LedgerUnwritable))
+        away = (*AWAY, LedgerUnwritable)
+        return self._merge([call_or_none(each.close, timeout_s=timeout_s, away=away) for each in self._gateways])
+
+    def _merge(self, shards: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        known = [each for each in shards if each is not None]
+        return merge_stats(known, self._target_return) if len(known) == len(shards) else None
 
     def close(self) -> None:
         """End the workers, without restarts. Idempotent."""
-        for worker in (*self._replicas, self._learner, self._gateway, self._store):
+        for worker in (*self._replicas, self._learner, *self._gateways, self._store):
             ray.kill(worker, no_restart=True)
 
     def _call_until_answered(self, method: Any, *arguments: object) -> Any:
@@ -456,8 +475,8 @@ def _first_game_name(run_id: str) -> str:
     return f"first-game-{run_id}"
 
 
-def _gateway_name(run_id: str) -> str:
-    return f"gateway-{run_id}"
+def _gateway_name(run_id: str, number: int = 0) -> str:
+    return f"gateway-{run_id}-{number}" if number else f"gateway-{run_id}"
 
 
 def _learner_name(run_id: str) -> str:

@@ -87,6 +87,8 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(find_free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(find_free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # A killed HAProxy's successor listens beside the replica that answers in its place, which has the same socket.
+        "SERVE_SOCKET_REUSE_PORT_ENABLED": "1",
         # Otherwise HAProxy sends one log datagram per request, which Python parses. Replicas then count themselves.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # Inference is a pure function of its request: HAProxy retries it on another replica when one dies. (Changes are

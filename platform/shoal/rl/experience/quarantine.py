@@ -79,8 +79,8 @@ def read_quarantine(ledger: Path) -> dict[str, str]:
 
 
 def find_ledgers(run_folder: Path) -> list[Path]:
-    """Find the ledgers of the run, and of its policies or members."""
-    return [path for path in (run_folder / LEDGER_NAME, *sorted(run_folder.glob(f"*/{LEDGER_NAME}"))) if path.exists()]
+    """Find the ledgers of the run, and of its policies, members or shards."""
+    return sorted(run_folder.rglob(LEDGER_NAME))
 
 
 def read_run_quarantine(run_folder: Path) -> dict[str, str]:

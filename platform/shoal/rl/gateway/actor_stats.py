@@ -9,9 +9,9 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -240,6 +240,29 @@ class RunProgress:
         """The state for the next incarnation."""
         windows = list(self.returns), list(self.lengths), list(self.successes)
         return json.dumps([self.steps, self.episodes, self.elapsed_s, *windows, list(self.by_settings.items())])
+
+    @classmethod
+    def merge(cls, states: Sequence[str], target_return: float | None) -> Self:
+        """Of several gateways, by their `dump_state`: each window has the newest of each, in equal shares. It is solved
+        where the full window's mean return is at the target now."""
+        merged = cls(target_return)
+        share = EPISODE_WINDOW // len(states)
+        for text in states:
+            steps, episodes, elapsed_s, returns, lengths, successes, settings = json.loads(text)
+            merged.steps += steps
+            merged.episodes += episodes
+            merged.elapsed_before_s = max(merged.elapsed_before_s, elapsed_s)
+            merged.returns.extend(returns[-share:])
+            merged.lengths.extend(lengths[-share:])
+            merged.successes.extend(successes[-share:])
+            for version, (count, total) in settings:
+                known_count, known_total = merged.by_settings.get(version, (0, 0.0))
+                merged.by_settings[version] = known_count + count, known_total + total
+        is_full = len(merged.returns) == share * len(states)
+        if target_return is not None and is_full and merged.mean_return >= target_return:
+            merged.solved_s = merged.elapsed_s
+            merged.solved_steps = merged.steps
+        return merged
 
     def restore(self, text: str) -> None:
         """Continue from `dump_state` of an earlier incarnation."""

@@ -26,9 +26,8 @@ from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.connections import Connections
-from shoal.rl.gateway.episode_front import EpisodeFront
 from shoal.rl.gateway.handshake import Handshake
-from shoal.rl.gateway.listener import Listener
+from shoal.rl.gateway.listener import EpisodeFront, Listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
@@ -191,6 +190,7 @@ class Gateway:
                 "pid": os.getpid(),
                 "weights_version": self._state.version,
                 **self._progress.to_dict(),
+                "progress": self._progress.dump_state(),
                 "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
                 "queue_slots": {"capacity": self.queue.capacity, "credit": credit},  # all, and what sessions may fill

@@ -1,4 +1,6 @@
-"""Connections of another transport than ZeroMQ: an extension of the group `shoal.listeners`.
+"""Other ways into a gateway than ZeroMQ and its actors: another transport, and episodes of another protocol.
+
+Connections of another transport are an extension of the group `shoal.listeners`.
 
 A listener is made and called by the gateway, in the gateway's thread; its messages enter the sessions as those of the
 ROUTER socket do.
@@ -7,18 +9,22 @@ ROUTER socket do.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.errors import ConfigError, ProtocolViolation, format_install
 from shoal.plugins.find import find_extension
-from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.experience.segment_ledger import ActorKey
+from shoal.rl.gateway.actor_stats import ActorProgress
+from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import Message, MessageLimits, decode
+from shoal.wire.segment import Segment
 
 # A message, or what is wrong with it, with its route and the frames after its header; None: the connection has ended.
 Received = tuple[bytes, Message | ProtocolViolation | None, Sequence[bytes]]
 LISTENERS = "shoal.listeners"
+StoreSegment = Callable[[ActorKey, ActorProgress, Segment], None]
 
 
 class Listener(Protocol):
@@ -75,3 +81,34 @@ def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener
     except ValueError as error:
         raise ConfigError("gateway.websocket", spec.websocket, str(error), format_install("games")) from None
     return listener
+
+
+class EpisodeFront(Protocol):
+    """Episodes that come in beside the protocol of actors. Serves from when it is opened until `close`."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def run_round(self) -> None:
+        """Queue the segments that are ready. In the gateway's thread, once a round."""
+        ...
+
+    def get_counts(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        ...
+
+    def connect(self, url: str) -> None:
+        """Have the policy computed by the endpoint of this address."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class OpenFront(Protocol):
+    """Opens a front in the gateway's process. It travels there."""
+
+    def open(self, state: GatewayState, store: StoreSegment, wake: Callable[[], None]) -> EpisodeFront:
+        """store: counts and queues a segment, in the gateway's thread; wake: asks for a round, from any thread"""
+        ...

@@ -75,26 +75,31 @@ class DirectFront:
         self._loop.add_reader(listener, self._accept, listener)
 
     def stop_listening(self, listener: socket.socket) -> None:
+        """Accept what waits at the socket of an HAProxy that may have been killed, and close it."""
         self._loop.remove_reader(listener)
+        while self._accept(listener):
+            pass
         listener.close()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> bool:
+        """Whether a connection has come."""
         if not self.guard.flush():  # clients wait at the socket, where HAProxy may accept them
-            return
+            return False
         try:
             connection, _address = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
-            return
+            return False
         number = self.guard.hold(connection)
         if len(self.connections) + len(self._accepted) >= self._max_connections:
             self.guard.return_connection(number, b"")
             connection.close()
-            return
+            return True
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         make = partial(FrontProtocol, self, self._server, connection, number)
         accepted = self._loop.create_task(self._loop.connect_accepted_socket(make, connection))
         self._accepted.add(accepted)
         accepted.add_done_callback(self._accepted.discard)
+        return True
 
     def close(self) -> None:
         """Stop the connections that have come since the server began to stop."""
