@@ -2,10 +2,11 @@
 
     python -m benchmarks.chaos.campaigns [--runs SEEDS] [--only loop ddp server canary text store] [--quick]
 
-loop: CartPole with two actors and its endpoint. store: the same, with a bucket (moto's server). ddp: two ranks, whose
-losses are those of an undisturbed run, to the bit. server: two workers and a parameter server. canary: an endpoint with
-two replicas of two models, one with a canary that is promoted meanwhile. text: two replicas of a language model of 0.4
-million parameters. Each campaign has six faults. The replay of the first seed of each strikes with the same ones.
+loop: CartPole with two actors, two gateways and its endpoint. store: with one gateway, and a bucket (moto's server).
+ddp: two ranks, whose losses are those of an undisturbed run, to the bit. server: two workers and a parameter server.
+canary: an endpoint with two replicas of two models, one with a canary that is promoted meanwhile. text: two replicas of
+a language model of 0.4 million parameters. Each campaign has six faults. The replay of the first seed of each strikes
+with the same ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOOP = ("run", "actor_learner", "--actors", "2", "max_wall_s=45", "target_return
 TRAINING = (f"task={TOY}", 'args={"step_s": 0.05, "count": 4096}', "workers=2", "threads=1", "stop.steps=600")
 SAVING = ("checkpoint.every_steps=50", "log_every_steps=1")
 JOBS: dict[str, tuple[str, ...]] = {
-    "loop": LOOP,
+    "loop": (*LOOP, "gateway.shards=2"),
     "store": LOOP,
     "ddp": ("run", "train", *TRAINING, *SAVING, "parallel=ddp", "--equal", "train/loss"),
     "server": ("run", "train", *TRAINING, *SAVING, "sync.kind=parameter_server", "sync.staleness=2"),
