@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shoal.errors import ConfigError
 from shoal.libs.language.engine.grammar import Matcher
-from shoal.libs.language.engine.request import TextRequest
-from shoal.libs.language.engine.sampling import Row, draw_uniform
-from shoal.libs.language.engine.text import TextStream
+from shoal.libs.language.engine.request import FinishReason, TextRequest, TokenEvent
+from shoal.libs.language.engine.sampling import Row, Sampled, draw_uniform
+from shoal.libs.language.engine.text import Decode, TextStream
 from shoal.libs.language.engine.weights import Weights
 
 
@@ -92,12 +95,68 @@ class AnswerState:
         if given and (is_stopped or (self.matcher is not None and self.matcher.is_complete)):
             raise ConfigError("given", f"{len(given)} tokens", "are a whole answer already")
 
-    def note_version(self, version: int | str) -> None:
-        """Count a token to the last span."""
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = version, self.spans[-1][1] + 1
-        else:
-            self.spans.append((version, 1))
+    def take(self, choice: Sampled, version: int | str) -> TokenEvent:
+        """Append a token that this version has chosen."""
+        offset = 0 if self.text is None else self.text.num_chars
+        text = self.add(choice.token)
+        num_before = self.spans.pop()[1] if self.spans and self.spans[-1][0] == version else 0
+        self.spans.append((version, num_before + 1))
+        known = choice.token, choice.logprob, choice.top_logprobs, version, text
+        behaviour = choice.behaviour_logprob
+        return TokenEvent(self.number, self.index, *known, offset=offset, behaviour_logprob=behaviour)
+
+    def find_end(self, token: int) -> FinishReason | None:
+        """Why it ends with the token that it has just taken; None where it goes on."""
+        if token in self.stop_tokens or self.stopped:
+            return "stop"
+        return "length" if self.num_new >= self.max_tokens else None
+
+    def end(self, event: TokenEvent, finish: FinishReason, problem: str = "") -> TokenEvent:
+        """Its last event, with the rest of the text."""
+        self.is_over = True
+        rest = self.text.finish() if self.text is not None else ""
+        more = {"text": event.text + rest, "finish": finish, "problem": problem, "spans": tuple(self.spans)}
+        return msgspec.structs.replace(event, **more, stopped=self.stopped)
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that count to the queue: a group's prompt counts once."""
+        return len(self.known) if self.index == 0 else 0
+
+
+def make_answers(
+    request: TextRequest,
+    max_tokens: int,
+    seed: int,
+    stop_tokens: frozenset[int],
+    decode: Decode | None,
+    matcher: Matcher | None = None,
+) -> list[AnswerState]:
+    """Those of a request, before they have a number. stop_tokens: where the request has none. Raises ConfigError."""
+    now_s = time.monotonic()
+    stops = stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
+    seen = frozenset(request.prompt) if request.sampling.repetition_penalty != 1.0 else frozenset[int]()
+    answers = []
+    for index in range(request.num_answers):
+        answer = AnswerState(
+            request=request,
+            number=0,
+            index=index,
+            order=0,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop_tokens=stops,
+            known=list(request.prompt),
+            begin_at_s=None if request.begin_s is None else now_s + request.begin_s,
+            end_at_s=None if request.end_s is None else now_s + request.end_s,
+            matcher=None if matcher is None else matcher.fork(),
+            prompt_tokens=seen,
+        )
+        if decode is not None:
+            answer.text = TextStream(decode, request.prompt, request.stop)
+        answer.take_given()
+        answers.append(answer)
+    return answers
 
 
 @dataclass(eq=False)

@@ -21,13 +21,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.libs.language.engine.admission import QueueAdmission
-from shoal.libs.language.engine.answer import AnswerState
+from shoal.libs.language.engine.answer import AnswerState, make_answers
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
@@ -42,7 +41,7 @@ from shoal.libs.language.engine.request import (
 )
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
-from shoal.libs.language.engine.text import TextStream, remember
+from shoal.libs.language.engine.text import remember
 from shoal.libs.language.engine.weights import CurrentWeights
 
 
@@ -122,7 +121,10 @@ class SlotEngine:
         if request.adapter not in (known := self._weights.names):
             raise ConfigError("adapter", request.adapter, "is unknown", f"known: {', '.join(sorted(known - {''}))}")
         room = self._limits.length - len(request.prompt)
-        return self._make_answers(request, min(request.max_tokens or room, room))
+        seed = request.sampling.seed if request.sampling.seed is not None else self._random.getrandbits(63)
+        matcher = self._get_grammars().start(*request.grammar) if request.grammar is not None else None
+        most = min(request.max_tokens or room, room)
+        return make_answers(request, most, seed, self._stop_tokens, self._decode, matcher)
 
     def queue(self, answers: list[AnswerState]) -> int:
         """The second half of `submit`, which takes no time. Raises InferenceError."""
@@ -232,34 +234,6 @@ class SlotEngine:
 
     # ---------------------------------------------------------------- inside
 
-    def _make_answers(self, request: TextRequest, max_tokens: int) -> list[AnswerState]:
-        now_s = time.monotonic()
-        seed = request.sampling.seed if request.sampling.seed is not None else self._random.getrandbits(63)
-        stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
-        matcher = self._get_grammars().start(*request.grammar) if request.grammar is not None else None
-        seen = frozenset(request.prompt) if request.sampling.repetition_penalty != 1.0 else frozenset[int]()
-        answers = []
-        for index in range(request.num_answers):
-            answer = AnswerState(
-                request=request,
-                number=0,
-                index=index,
-                order=0,
-                seed=seed,
-                max_tokens=max_tokens,
-                stop_tokens=stops,
-                known=list(request.prompt),
-                begin_at_s=None if request.begin_s is None else now_s + request.begin_s,
-                end_at_s=None if request.end_s is None else now_s + request.end_s,
-                matcher=None if matcher is None else matcher.fork(),
-                prompt_tokens=seen,
-            )
-            if self._decode is not None:
-                answer.text = TextStream(self._decode, request.prompt, request.stop)
-            answer.take_given()
-            answers.append(answer)
-        return answers
-
     def _get_grammars(self) -> GrammarCompiler:
         if self._tokenizer is None:
             raise ConfigError("grammar", None, "needs an engine with a tokenizer")
@@ -291,7 +265,7 @@ class SlotEngine:
                     return  # a cache that is computed again has the same tokens, but not the same bits
                 self._preempt(last)
             heapq.heappop(self._queue)
-            self._admission.leave(1, _count_waiting(answer))
+            self._admission.leave(1, answer.num_waiting)
             target = self._weights.current.get(answer.request.adapter)
             if answer.weights is not None and answer.request.swap == "finish":
                 target = answer.weights
@@ -307,7 +281,7 @@ class SlotEngine:
         self._slots.release(answer)
         self._running.remove(answer)
         heapq.heappush(self._queue, answer)
-        self._admission.leave(-1, -_count_waiting(answer))
+        self._admission.leave(-1, -answer.num_waiting)
         self._totals["preempted"] += 1
 
     def _plan(self) -> list[tuple[AnswerState, TokenSegment]]:
@@ -407,44 +381,28 @@ class SlotEngine:
         assert answer.weights is not None
         if choice.token < 0:
             return self._end(answer, "error", "the model's logits are not finite")
-        offset = 0 if answer.text is None else answer.text.num_chars
-        text = answer.add(choice.token)
-        answer.note_version(answer.weights.version)
+        event = answer.take(choice, answer.weights.version)
         self._totals["new_tokens"] += 1
-        known = choice.token, choice.logprob, choice.top_logprobs, answer.weights.version, text
-        behaviour = choice.behaviour_logprob
-        event = TokenEvent(answer.number, answer.index, *known, offset=offset, behaviour_logprob=behaviour)
         problem = answer.matcher.problem if answer.matcher is not None else ""
-        is_stopped = choice.token in answer.stop_tokens or answer.stopped
         if problem:
             return self._end(answer, "error", problem, event)
-        if is_stopped or (answer.matcher is not None and answer.matcher.is_complete):
-            return self._end(answer, "stop", event=event)
-        if answer.num_new >= answer.max_tokens:
-            return self._end(answer, "length", event=event)
-        return event
+        finish = answer.find_end(choice.token)
+        if finish != "stop" and answer.matcher is not None and answer.matcher.is_complete:
+            finish = "stop"
+        return event if finish is None else self._end(answer, finish, event=event)
 
     def _end(
         self, answer: AnswerState, finish: FinishReason, problem: str = "", event: TokenEvent | None = None
     ) -> TokenEvent:
-        answer.is_over = True
         if answer.slot is not None:
             self._slots.release(answer)
             self._running.remove(answer)
         elif answer in self._queue:
-            self._admission.leave(1, _count_waiting(answer))
+            self._admission.leave(1, answer.num_waiting)
         if finish in ("stop", "length"):
             self._admission.observe_end(answer.num_new / answer.max_tokens)
         version = answer.weights.version if answer.weights is not None else self._weights.base.version
-        event = event or TokenEvent(answer.number, answer.index, version=version)
-        rest = answer.text.finish() if answer.text is not None else ""
-        more = {"text": event.text + rest, "finish": finish, "problem": problem, "spans": tuple(answer.spans)}
-        return msgspec.structs.replace(event, **more, stopped=answer.stopped)
+        return answer.end(event or TokenEvent(answer.number, answer.index, version=version), finish, problem)
 
 
 _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
-
-
-def _count_waiting(answer: AnswerState) -> int:
-    """Tokens that count to the queue: a group's prompt counts once."""
-    return len(answer.known) if answer.index == 0 else 0
