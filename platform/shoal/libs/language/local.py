@@ -18,9 +18,15 @@ from shoal.extend.serve import PATHS, Caller, LoadedModel, ModelOptions, build_b
 from shoal.libs.language.api.answers import begin, merge_events
 from shoal.libs.language.api.app import APIS
 from shoal.libs.language.api.bodies import ChatBody, read_fields
-from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine import TextRequest, TokenEvent
 from shoal.libs.language.engine.request import TokenIds
-from shoal.libs.language.served.prepared import VersionPreparation, embed, has_tokenizer
+from shoal.libs.language.served.prepared import (
+    TextGenerator,
+    VersionPreparation,
+    embed,
+    has_tokenizer,
+    open_engine,
+)
 from shoal.libs.language.text_model import TextCall
 
 T = TypeVar("T")
@@ -46,7 +52,7 @@ class LocalTexts:
     def __init__(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
         self.name = name
         self._version = loaded.version
-        self._slots = options.text.slots
+        self._options = options.text
         self._prepared = prepared = VersionPreparation().open(name, registry, options, loaded)
         self.tokenizer = prepared.tokenizer
         self.context = prepared.context
@@ -56,10 +62,7 @@ class LocalTexts:
 
     def _open(self) -> None:
         self._events: dict[int, deque[TokenEvent]] = {}
-        prepared = self._prepared
-        self._engine = SlotEngine(
-            prepared.module, self._version, prepared.tokenizer, prepared.stop_tokens, self._slots, prepared.context
-        )
+        self._engine = open_engine(self._prepared, self._version, self._options)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[bytes]:
         """The server-sent events of an answer whose first token has come; `path` is such as chat/completions.
@@ -93,7 +96,7 @@ class LocalTexts:
         while waiting or running:
             index = -1
             try:
-                while waiting and len(running) < self._slots:
+                while waiting and len(running) < self._options.slots:
                     index, value = waiting.popleft()
                     kind = "prompt" if isinstance(value, str) and not self.has_chat else "messages"
                     body = {**build_body(self.name, kind, value, {}), **fields}
@@ -130,7 +133,7 @@ class LocalTexts:
         """See `TextModel`."""
         return [embed(self._prepared.module, each).numpy() for each in prompts], self._version
 
-    def _step(self, engine: SlotEngine) -> None:
+    def _step(self, engine: TextGenerator) -> None:
         if engine is not self._engine:
             raise InferenceError(503, "an interruption has ended this text")
         try:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,18 @@ from shoal.device_memory import count_memory
 from shoal.errors import ConfigError
 from shoal.extend.models import Decoder
 from shoal.extend.registry import ModelVersion, Registry
-from shoal.extend.serve import LoadedModel, ModelOptions
+from shoal.extend.serve import LoadedModel, ModelOptions, TextOptions
+from shoal.libs.language.engine import SlotEngine
 from shoal.libs.language.engine.models import TransformersModel, open_model
 from shoal.libs.language.engine.request import TokenIds
+from shoal.libs.language.engine.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the memory, for the cache of a model without `text.length`
 SPARE = 2  # slots of an engine beside those of its answers: one for a swap of weights, one for padding
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _GENERATION = "generation_config.json"
+TextGenerator = SlotEngine | VllmEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +94,12 @@ class VersionPreparation:
             problem, remedy = "has no tokenizer, and so no text", "text.tokenizer names one that has it"
             raise ConfigError("model", f"{name}@{version}", problem, remedy)
         key = (name, type(module))
-        if key not in self._contexts:
+        if (
+            options.text.engine == "vllm"
+        ):  # which says itself what it cannot compute, and takes the memory that it needs
+            known = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+            self._contexts[key] = known, 1 << 62
+        elif key not in self._contexts:
             model = open_model(module)
             fitting = int(CACHE_SHARE * count_memory(model.device) / model.token_bytes)
             self._contexts[key] = model.context, fitting
@@ -125,6 +133,19 @@ class VersionPreparation:
                     return None
                 self._tokenizers[key] = _load_tokenizer(files)
         return *self._tokenizers[key], own
+
+
+def open_engine(
+    prepared: PreparedVersion, version: int, options: TextOptions, changed: Callable[[], None] = lambda: None
+) -> TextGenerator:
+    """The engine of a version, as its options say. Raises ConfigError, and InferenceError 503 where vLLM ends.
+
+    changed: called, in any thread, when an engine with a process of its own has something to do in a step
+    """
+    known = prepared.module, version, prepared.tokenizer, prepared.stop_tokens, options.slots, prepared.context
+    if options.engine == "vllm":
+        return VllmEngine(*known, options.engine_python, changed, options.engine_args)
+    return SlotEngine(*known, deterministic=options.deterministic)
 
 
 def has_tokenizer(files: Container[str]) -> bool:

@@ -20,13 +20,14 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import SHADOW_WEIGHT, LoadedModel, ServedModel, Track
-from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
-from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
+from shoal.libs.language.engine import TextRequest, TokenEvent
+from shoal.libs.language.served.prepared import PreparedVersion, TextGenerator, VersionPreparation, open_engine
 from shoal.libs.language.served.registered_adapters import MAX_ADAPTERS, RegisteredAdapter
 from shoal.libs.language.served.step_queue import StepQueue
 from shoal.libs.language.served.text_statistics import TextStatistics
@@ -88,14 +89,15 @@ class TextEngine:
         weight: float | None = None,
     ) -> None:
         self.track, self.is_retired = track, False
+        self._loop = asyncio.get_running_loop()
         self._served = served
         self._preparation = preparation
         self._statistics = statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
         self._adapters: dict[str, RegisteredAdapter] = {}  # in the engine, beside its base; the last used one last
-        self.engine: SlotEngine | None = None
-        self._opening: asyncio.Future[SlotEngine] | None = None
+        self.engine: TextGenerator | None = None
+        self._opening: asyncio.Future[TextGenerator] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._num_pending = 0  # submissions, and what is run besides steps
         self._steps: StepQueue[list[TokenEvent]] = StepQueue(
@@ -166,7 +168,7 @@ class TextEngine:
         if self.is_retired and self.is_idle:
             self._steps.close()
 
-    async def _add_adapter(self, engine: SlotEngine, adapter: RegisteredAdapter) -> None:
+    async def _add_adapter(self, engine: TextGenerator, adapter: RegisteredAdapter) -> None:
         key, loaded = adapter.key, self._adapters  # another dict from the next base on
         if loaded.get(key) is not adapter:
             if key not in loaded and len(loaded) >= MAX_ADAPTERS:
@@ -186,28 +188,25 @@ class TextEngine:
         if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
             raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
 
-    async def _open(self) -> SlotEngine:
+    async def _open(self) -> TextGenerator:
         if self.engine is None:
             if self._opening is None or (self._opening.done() and self._opening.exception()):
                 self._opening = asyncio.ensure_future(asyncio.to_thread(self._make_engine))
             self.engine = await asyncio.shield(self._opening)
         return self.engine
 
-    def _make_engine(self) -> SlotEngine:
+    def _make_engine(self) -> TextGenerator:
         self._served.predictor.set_torch_threads()
         loaded, options = self.track.model, self._served.options.text
         prepared = self._preparation.find(loaded)
         assert prepared is not None  # else it is no TextModel
         self._loaded, self._tokenizer = loaded, prepared.tokenizer
-        return SlotEngine(
-            prepared.module,
-            loaded.version,
-            prepared.tokenizer,
-            prepared.stop_tokens,
-            slots=options.slots,
-            length=prepared.context,
-            deterministic=options.deterministic,
-        )
+        return open_engine(prepared, loaded.version, options, self._wake_later)
+
+    def _wake_later(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._steps.wake)
 
     # -- in the batcher's thread ----------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class TextEngine:
             self._served.record_step(versions.pop(), num_tokens, seconds)
         return events
 
-    def _follow(self, engine: SlotEngine, version: int, prepared: PreparedVersion | None) -> None:
+    def _follow(self, engine: TextGenerator, version: int, prepared: PreparedVersion | None) -> None:
         """Take the weights of another version; one that has another network or tokenizer has an engine of its own."""
         if prepared is None or prepared.tokenizer is not self._tokenizer:
             self.is_retired = True

@@ -22,9 +22,9 @@ from shoal.extend.serve import (
     ServedModel,
     Track,
 )
-from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine import TextRequest, TokenEvent
 from shoal.libs.language.engine.request import TokenIds
-from shoal.libs.language.served.prepared import VersionPreparation, embed
+from shoal.libs.language.served.prepared import TextGenerator, VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine, TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
@@ -285,7 +285,7 @@ class ModelTexts:
         problem = self._problem or f"model {self._served.name!r} is closing; try again later"
         return InferenceError(503, problem, retry_after_s=1.0)
 
-    def _list_open(self) -> list[SlotEngine]:
+    def _list_open(self) -> list[TextGenerator]:
         return [each.engine for each in (*self._engines.values(), *self._ending) if each.engine is not None]
 
     def _count(self, stream: RequestStream | None, status: int, arrived_s: float) -> None:

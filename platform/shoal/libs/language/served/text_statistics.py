@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.batching.latency_model import ForwardTime
 from shoal.extend.serve import SECONDS, BatcherCounts, Histogram, LibraryMetric, ModelLoad
-from shoal.libs.language.engine import Observation, SlotEngine
+from shoal.libs.language.engine import Observation
+from shoal.libs.language.served.prepared import TextGenerator
 
 
 class TextStatistics:
@@ -19,7 +20,7 @@ class TextStatistics:
         self._prompt_tokens = self._new_tokens = 0
         self._load = 0.0
 
-    def count_prompt(self, num_tokens: int, engine: SlotEngine | None) -> None:
+    def count_prompt(self, num_tokens: int, engine: TextGenerator | None) -> None:
         """Count a request that was admitted."""
         self._prompt_tokens += num_tokens
         self._load += num_tokens * self._weigh(engine.list_step_times() if engine is not None else [])
@@ -37,7 +38,7 @@ class TextStatistics:
         many, seconds = max(times)
         return min(1.0, seconds / many / (ForwardTime(times).seconds(self._slots) / self._slots))
 
-    def measure_load(self, engines: Iterable[SlotEngine]) -> ModelLoad:
+    def measure_load(self, engines: Iterable[TextGenerator]) -> ModelLoad:
         """Written tokens as requests, steps as batches."""
         waiting, latency = 0, list[tuple[int, float]]()
         for engine in engines:
