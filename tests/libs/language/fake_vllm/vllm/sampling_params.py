@@ -1,0 +1,9 @@
+from types import SimpleNamespace
+
+
+class RequestOutputKind:
+    DELTA = "delta"
+
+
+class StructuredOutputsParams(SimpleNamespace):
+    pass
