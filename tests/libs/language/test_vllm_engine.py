@@ -20,10 +20,17 @@ import torch
 from tests.libs.language.tiny_served import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from refusals import refused
+from serving.replica_set import serving_one, until
 from shoal.errors import ConfigError, InferenceError
+from shoal.extend.serve import Caller
+from shoal.libs.hf.transfer import pull
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent, vllm_engine
 from shoal.libs.language.engine.vllm_engine import VllmEngine
-from shoal.serve.spec.model_options import TextOptions
+from shoal.libs.language.text_model import TextCall
+from shoal.registry import Registry
+from shoal.serve.spec.model_options import ModelOptions, TextOptions
+from shoal.serve.spec.model_source import model_from_ref
 from waiting import wait_for
 
 TOKENIZER = make_tokenizer(None)
@@ -244,3 +251,37 @@ def test_vllm_itself_writes_the_same_tokens() -> None:
                 assert (text_of(found), found[-1].spans) == (text_of(other), other[-1].spans)
         choice = TextRequest(prompts[0], max_tokens=8, grammar=("choice", ["yes", "no"]))
         assert text_of(run(engine, choice)[0]) in ("yes", "no")
+
+
+async def test_an_endpoint_follows_versions_and_replaces_a_process_that_was_killed(python: str, tmp_path: Path) -> None:
+    for step in (2, 3):
+        make_model(step).save_pretrained(tmp_path / str(step))
+        TOKENIZER.save_pretrained(tmp_path / str(step))
+        pull(str(tmp_path / str(step)), "tiny", alias=f"step-{step}")
+    text = TextOptions(engine="vllm", engine_python=python, length=LENGTH, slots=4)
+    async with serving_one(model_from_ref("tiny@step-2", ModelOptions(text=text))) as (_, replica):
+        [app] = [app for prefix, app in replica.app._others if "/v1/" in prefix]
+        model = app.models.get("tiny", Caller(""))
+
+        async def write(**fields: Any) -> list[TokenEvent]:
+            return [each async for each in model.generate(TextRequest(PROMPT, **fields), TextCall(Caller("")))]
+
+        def get_engine() -> VllmEngine:
+            (opened,) = replica.manager.get_model("tiny").streams._engines.values()
+            engine: VllmEngine = opened.engine
+            return engine
+
+        assert tokens_of(await write(max_tokens=3)) == [69, 71, 73]
+        pid = get_engine().pid
+        Registry().promote("tiny@2", "step-2")
+        await until(lambda: replica.manager.get_model("tiny").version == 2)
+        written = await write(max_tokens=40)
+        assert written[-1].spans[-1][0] == 2
+        assert get_engine().pid == pid, "the same process has read them"
+        os.kill(pid, signal.SIGKILL)
+        with refused(503, f"{pid}, has ended"):
+            await write(max_tokens=3)
+            await write()
+        again = await write(max_tokens=3)
+        assert (tokens_of(again), again[-1].spans) == ([70, 73, 76], ((2, 3),))
+        assert get_engine().pid != pid
