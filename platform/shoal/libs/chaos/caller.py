@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.client import ConfigError, ConnectionLost, InferenceError
+from shoal.client import ConfigError, ConnectionLost, InferenceError, StreamedText
 from shoal.client.discovery import FoundEndpoint
 from shoal.libs.chaos.promises import Promise
 from shoal.open_inference.messages import ModelMetadata
@@ -123,16 +123,26 @@ class RowCaller(EndpointCaller):
 
 
 class TextCaller(EndpointCaller):
-    """Asks a language model to continue texts, each time by its most probable tokens."""
+    """Asks a language model to continue texts, each time by its most probable tokens.
+
+    A stream that has begun ends with the process that writes it, and says so: then the text is asked for again, once.
+    """
 
     def _ask(self, number: int) -> None:
-        text = self._client.generate(self.model, PROMPTS[number], max_tokens=NUM_TOKENS, temperature=0).read()
+        text = self._generate(number)
+        try:
+            text.read()
+        except (ConnectionLost, InferenceError):
+            text = self._generate(number).read()
         for version, _ in text.spans:
             known = self._known.setdefault((version, number), text.text)
             if len(text.spans) == 1 and text.text != known:
                 self._wrong.append(f"version {version} continued {PROMPTS[number]!r} by {known!r} and {text.text!r}")
         if sum(num for _, num in text.spans) != text.num_new_tokens:
             self._wrong.append(f"{text.num_new_tokens} tokens, of which {text.spans} have a version")
+
+    def _generate(self, number: int) -> StreamedText:
+        return self._client.generate(self.model, PROMPTS[number], max_tokens=NUM_TOKENS, temperature=0)
 
 
 def are_equal(one: np.ndarray, other: np.ndarray, largest: float) -> bool:

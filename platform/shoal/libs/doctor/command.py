@@ -6,6 +6,7 @@ starts no Ray, and imports the tested modules in a separate process.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -127,6 +128,13 @@ def check_imports(modules: Sequence[str], extra: str = "cluster") -> Finding:
     module = (done.stdout.split() or ["python"])[-1]
     reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return Finding("imports", Level.FAIL, f"import {module}: {reason}", format_install(extra))
+
+
+def check_text_engines() -> Finding:
+    """What computes the texts of language models in this environment."""
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    other = "vllm (text.engine=vllm)" if has_vllm else "no vllm: text.engine_python names an environment that has it"
+    return Finding("text engines", Level.OK, f"slots, {other}")
 
 
 def check_cores(num_cores: int) -> Finding:
@@ -263,6 +271,7 @@ def run_checks() -> Iterator[Finding]:
     if packages.level is Level.FAIL:
         return  # without them other checks would fail for no other reason
     yield check_shadowing(list(dict.fromkeys(folders)))
+    yield check_text_engines()
     yield check_cores(count_usable_cores())
     yield check_memory(memory.total, read_memory_limit(), memory.available)
     finding = check_home()

@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.channel.connection import Channel, ChannelAddress, connect
 from shoal.errors import ConnectionLost
+from shoal.extend.sync import Channel, ChannelAddress, connect
 
 ALIVE_S = 2.0
 STARTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

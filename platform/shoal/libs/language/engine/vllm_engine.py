@@ -37,8 +37,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.channel.connection import ChannelListener
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.extend.sync import ChannelListener
 from shoal.libs.language import vllm_process
 from shoal.libs.language.engine.admission import QueueAdmission
 from shoal.libs.language.engine.answer import AnswerState, make_answers
