@@ -284,4 +284,6 @@ async def test_an_endpoint_follows_versions_and_replaces_a_process_that_was_kill
             await write()
         again = await write(max_tokens=3)
         assert (tokens_of(again), again[-1].spans) == ([70, 73, 76], ((2, 3),))
-        assert get_engine().pid != pid
+        assert (last := get_engine().pid) != pid
+        await replica.close()
+        assert not psutil.pid_exists(last)

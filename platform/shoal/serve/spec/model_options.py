@@ -55,7 +55,8 @@ class TextOptions(Spec):
     deterministic: the bits of an answer do not depend on others, which costs a third of the speed
     tokenizer:     NAME@VERSION of the registry, or a folder, with the tokenizer's files; "": the version's own
     adapters:      registered adapters of the model that `MODEL:NAME` answers with: NAME, NAME@ALIAS, NAME@7; `*`: any
-    engine:        what computes: `slots`, of this package, or `vllm`, in a process beside the replica
+    engine:        what computes: `slots`, of this package, `vllm`, in a process beside the replica, or `auto`: vllm
+                   where it is installed and a GPU is there
     engine_python: the Python of an environment with vLLM; "": the replica's own
     engine_args:   further arguments of vLLM's engine, such as tensor_parallel_size, quantization, enforce_eager
     """
@@ -66,13 +67,13 @@ class TextOptions(Spec):
     deterministic: bool = False
     tokenizer: str = ""
     adapters: list[str] = Field(default_factory=list, max_length=64)
-    engine: Literal["slots", "vllm"] = "slots"
+    engine: Literal["slots", "vllm", "auto"] = "slots"
     engine_python: str = ""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _engine_has_it(self) -> TextOptions:
-        for name in ("swap", "deterministic", "adapters") if self.engine == "vllm" else ():
+        for name in ("swap", "deterministic", "adapters") if self.engine != "slots" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name} is for text.engine = slots alone: leave it out")
         return self

@@ -189,6 +189,9 @@ class SlotEngine:
         """Whether a step would do anything."""
         return bool(self._running or self._queue or self._submitted or self._weights.has_incoming or self._cancelled)
 
+    def close(self) -> None:
+        """Nothing outlives it."""
+
     # ---------------------------------------------------------------- from the thread of the owner
 
     @torch.inference_mode()

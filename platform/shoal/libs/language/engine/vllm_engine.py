@@ -82,6 +82,7 @@ class VllmLink:
         self._changed = changed
         self._received: list[tuple[Any, ...]] = []
         self._arrival = threading.Condition()
+        self._sending = threading.Lock()  # the event loop, steps and the saver send
         program = PROGRAM.format(root=str(_ROOT), module=vllm_process.__name__)
         command = [python or sys.executable, "-c", program]
         try:
@@ -122,7 +123,7 @@ class VllmLink:
         return bool(self._received or self.problem)
 
     def send(self, *message: object) -> None:
-        with suppress(ConnectionLost):  # the thread has noticed it as well
+        with self._sending, suppress(ConnectionLost):  # the thread has noticed it as well
             self._channel.send(message)
 
     def take(self, timeout_s: float) -> list[tuple[Any, ...]]:
@@ -202,7 +203,7 @@ class VllmEngine:
         self._version: int | str = version
         self._pending: int | str | None = None
         self.last_step = 0, 0.0, 0
-        self._lock = threading.Lock()  # of the answers
+        self._lock = threading.Lock()  # of the answers, and of those that are cancelled
         folder = Path(tempfile.mkdtemp(prefix="shoal-vllm-"))
         self._folder = folder
         self._saver = ThreadPoolExecutor(1, "vllm-weights")
@@ -272,7 +273,8 @@ class VllmEngine:
         return number
 
     def cancel(self, number: int) -> None:
-        self._cancelled.add(number)
+        with self._lock:
+            self._cancelled.add(number)
 
     def set_weights(
         self, version: int | str, weights: nn.Module | Mapping[str, Tensor], adapter: str = "", scale: float = 1.0
@@ -352,7 +354,7 @@ class VllmEngine:
         now_s = time.monotonic()
         with self._lock:
             answers = list(self._answers.items())
-        cancelled, self._cancelled = self._cancelled, set()
+            cancelled, self._cancelled = self._cancelled, set()
         for name, answer in answers:
             if answer.number in cancelled or answer.is_late(now_s):
                 self._link.send("abort", name)

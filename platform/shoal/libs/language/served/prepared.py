@@ -7,6 +7,7 @@ compute, or that has no tokenizer, answers tensors alone.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import json
 import logging
@@ -143,9 +144,17 @@ def open_engine(
     changed: called, in any thread, when an engine with a process of its own has something to do in a step
     """
     known = prepared.module, version, prepared.tokenizer, prepared.stop_tokens, options.slots, prepared.context
-    if options.engine == "vllm":
+    if uses_vllm(options):
         return VllmEngine(*known, options.engine_python, changed, options.engine_args)
     return SlotEngine(*known, deterministic=options.deterministic)
+
+
+def uses_vllm(options: TextOptions) -> bool:
+    """`auto`: where a GPU is, and vLLM is installed or named."""
+    if options.engine != "auto":
+        return options.engine == "vllm"
+    has_vllm = bool(options.engine_python) or importlib.util.find_spec("vllm") is not None
+    return has_vllm and torch.cuda.is_available()
 
 
 def has_tokenizer(files: Container[str]) -> bool:

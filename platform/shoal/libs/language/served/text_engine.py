@@ -162,11 +162,16 @@ class TextEngine:
         self.is_retired = True
         for stream in self._streams.values():
             stream.fail(InferenceError(503, problem, retry_after_s=1.0))
-        self._steps.close()
+        self._end()
 
     def _close_if_over(self) -> None:
         if self.is_retired and self.is_idle:
-            self._steps.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._steps.close()
+        if self.engine is not None:
+            self.engine.close()
 
     async def _add_adapter(self, engine: TextGenerator, adapter: RegisteredAdapter) -> None:
         key, loaded = adapter.key, self._adapters  # another dict from the next base on
@@ -263,7 +268,7 @@ class TextEngine:
         for stream in self._streams.values():
             stream.version = loaded.version if loaded is not None else 0  # at fault, also before the first token
             stream.fail(answer)
-        self._steps.close()
+        self._end()
 
 
 class Tokens:
