@@ -24,6 +24,7 @@ from refusals import refused
 from serving.replica_set import serving_one, until
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.serve import Caller
+from shoal.libs.agents.spec import AgentsSpec
 from shoal.libs.hf.transfer import pull
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent, vllm_engine
 from shoal.libs.language.engine.vllm_engine import VllmEngine
@@ -149,6 +150,8 @@ def test_what_vllm_cannot_do_is_refused_by_name(shared: VllmEngine, fields: dict
     assert refusal.value.field == next(iter(fields))
     with pytest.raises(ConfigError, match="slots alone"):
         TextOptions(engine="vllm", swap="finish")
+    with pytest.raises(ValueError, match="set replicas to 1"):
+        AgentsSpec(model="tiny@1", engine="vllm")
 
 
 def test_deadlines_and_full_queues_end_and_refuse_answers(python: str) -> None:

@@ -94,7 +94,8 @@ class AgentsRun:
 
         spec = self.spec
         name = spec.model_name
-        text = TextOptions(slots=spec.slots, length=spec.length, tokenizer=spec.model)
+        own = {name: getattr(spec, name) for name in ("slots", "length", "engine", "engine_python", "engine_args")}
+        text = TextOptions(tokenizer=spec.model, **own)
         endpoint = EndpointSpec(
             name=name,
             num_replicas=spec.replicas,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from shoal.config import Spec
 from shoal.extend.rl import AnyAlgorithmConfig, GatewaySpec, LearnerSpec, RLSpec
@@ -75,6 +75,9 @@ class AgentsSpec(Spec):
     max_version_lag: int = Field(default=1, ge=0, description="versions that a token may be old when it is learnt")
     replicas: int = Field(default=0, ge=0, description="of an endpoint that samples; 0: the gateway's process does")
     replica: ReplicaSpec = ReplicaSpec()
+    engine: Literal["slots", "vllm", "auto"] = Field(default="slots", description="of the endpoint that samples")
+    engine_python: str = Field(default="", description="the Python of an environment with vLLM; default: the replica's")
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of vLLM's engine")
     slots: int = Field(default=64, ge=1, description="answers that are sampled at the same time, by each")
     length: int | None = Field(default=None, ge=2, description="tokens of an episode; default: the model's context")
     max_tokens: int | None = Field(default=None, ge=1, description="of an answer, at most")
@@ -82,6 +85,14 @@ class AgentsSpec(Spec):
     max_wall_s: float = Field(default=3600.0, gt=0, description="from the first session; then the run ends")
     target_reward: float | None = Field(default=None, description="mean of the last 256 sessions, at which to stop")
     resume: str = ""
+
+    @model_validator(mode="after")
+    def _engine_is_an_endpoints(self) -> Self:
+        if self.engine != "slots" and not self.replicas:
+            raise ValueError(f"engine = {self.engine} is for an endpoint that samples: set replicas to 1 or more")
+        if self.engine != "slots" and getattr(self.algorithm, "lora", None):
+            raise ValueError(f"engine = {self.engine} samples with whole weights: leave out algorithm.lora")
+        return self
 
     @property
     def model_name(self) -> str:
