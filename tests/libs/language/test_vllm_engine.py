@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from tests.libs.language.tiny_served import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import shoal
 from refusals import refused
 from serving.replica_set import serving_one, until
 from shoal.errors import ConfigError, InferenceError
@@ -56,8 +58,8 @@ def make_model(step: float, seed: int = 0) -> LlamaForCausalLM:
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python whose vLLM is the fake."""
     path = tmp_path_factory.mktemp("python") / "python"
-    fake = shlex.quote(str(Path(__file__).parent / "fake_vllm"))
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={fake} exec {shlex.quote(sys.executable)} "$@"\n')
+    places = f"{Path(__file__).parent / 'fake_vllm'}:{Path(shoal.__file__).parents[1]}"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(places)} exec {shlex.quote(sys.executable)} "$@"\n')
     path.chmod(0o700)
     return str(path)
 
@@ -235,10 +237,36 @@ def test_a_process_that_does_not_open_says_why(python: str, tmp_path: Path) -> N
         VllmEngine(torch.nn.Linear(2, 2), 1, TOKENIZER, (), 4, LENGTH, python)
 
 
+def make_adapter(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Of rank 4, for the queries of both layers."""
+    torch.manual_seed(9)
+    names = [name for name, _ in model.named_modules() if name.endswith("q_proj")]
+    shapes = {"lora_A": (4, 128), "lora_B": (128, 4)}
+    return {f"{name}.{half}.weight": torch.randn(shape) for name in names for half, shape in shapes.items()}
+
+
+def test_adapters_have_their_own_versions_and_leave_with_their_base(engine: VllmEngine) -> None:
+    with pytest.raises(ConfigError, match="is unknown"):
+        engine.submit(TextRequest(PROMPT, adapter="poet"))
+    engine.set_weights(7, make_adapter(make_model(2)), "poet")
+    [poem] = run(engine, TextRequest(PROMPT, max_tokens=3, adapter="poet"))
+    assert tokens_of(poem) == [166, 265 % len(TOKENIZER), (265 + 99) % len(TOKENIZER)], "the stand-in adds 97 more"
+    assert poem[-1].spans == ((7, 3),)
+    number = engine.submit(TextRequest(PROMPT, adapter="poet"))
+    engine.set_weights(2, make_model(3))
+    events = engine.step()
+    while engine.observe().current != 2:
+        events += engine.step()
+    assert [each.finish for each in events if each.request == number and each.finish] in (["swapped"], ["length"])
+    engine.remove_adapter("poet")
+    with pytest.raises(ConfigError, match="is unknown"):
+        engine.submit(TextRequest(PROMPT, adapter="poet"))
+
+
 @pytest.mark.vllm
 def test_vllm_itself_writes_the_same_tokens() -> None:
     models = [make_model(0, seed) for seed in (1, 2)]
-    options = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
+    options = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28, "enable_lora": True}
     prompts = [tuple(TOKENIZER.encode(each)) for each in ("Once", "upon a time", "there was")]
     requests = [TextRequest(each, max_tokens=24, top_logprobs=2) for each in prompts]
     with closing(VllmEngine(models[0], 1, TOKENIZER, (), 4, LENGTH, str(REAL_PYTHON), more=options)) as engine:
@@ -252,6 +280,14 @@ def test_vllm_itself_writes_the_same_tokens() -> None:
                 assert tokens_of(found) == tokens_of(other)
                 assert [each.logprob for each in found] == pytest.approx([each.logprob for each in other], abs=1e-3)
                 assert (text_of(found), found[-1].spans) == (text_of(other), other[-1].spans)
+        adapter = make_adapter(models[1])
+        engine.set_weights(7, adapter, "poet", 0.5)
+        slots = SlotEngine(models[1], 2, TOKENIZER, slots=4)
+        slots.set_weights(7, adapter, "poet", 0.5)
+        slots.step()
+        [found], [other] = run(engine, poem := replace(requests[0], adapter="poet")), slots.run([poem])
+        assert tokens_of(found) == tokens_of(other) != tokens_of(run(engine, requests[0])[0])
+        assert found[-1].spans == other[-1].spans == ((7, 24),)
         choice = TextRequest(prompts[0], max_tokens=8, grammar=("choice", ["yes", "no"]))
         assert text_of(run(engine, choice)[0]) in ("yes", "no")
 

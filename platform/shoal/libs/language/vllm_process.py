@@ -2,7 +2,7 @@
 
 Runs in an environment that has vLLM (0.32 or newer), and need not have what Shoal has besides. It ends with the process
 that started it, and takes along those that vLLM has started. Messages are tuples: the name of a method here and its
-arguments one way, `tokens`, `refused` and `loaded` the other. While nothing is computed it sends `alive`.
+arguments one way, `tokens`, `refused`, `swapped` and `loaded` the other. While nothing is computed it sends `alive`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class VllmProcess:
         self._channel = channel
         self._version = version
         self._folder = options["model"]
+        self._adapted: set[str] = set()  # answers with an adapter
         # The output of a step is of the weights that computed it: asynchronous scheduling gives it one step later.
         fixed = {"async_scheduling": False, "scheduling_policy": "priority", "disable_log_stats": True}
         structured = {"backend": "guidance"}  # which has Lark
@@ -84,18 +85,25 @@ class VllmProcess:
                 ignore_eos=True,  # the stop tokens have it
             )
             lora = None if adapter is None else LoRARequest(*adapter)
+            if adapter is not None:
+                self._adapted.add(name)
             prompts = {"prompt_token_ids": list(prompt)}
             self._engine.add_request(name, prompts, params, lora_request=lora, priority=-priority)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is an answer to this request
             self._channel.send(("refused", name, f"{type(error).__name__}: {error}"))
 
     def abort(self, *names: str) -> None:
+        self._adapted.difference_update(names)
         self._engine.abort_request(list(names))
 
     def load(self, version: int | str, folder: str) -> None:
         """Compute with the weights in a folder from the next step on, or with those before where they cannot be
-        loaded. Caches are filled again."""
+        loaded. Caches are filled again; answers with an adapter end."""
         problem = ""
+        if self._adapted:
+            names = list(self._adapted)
+            self.abort(*names)
+            self._channel.send(("swapped", *names))
         try:
             self._reload(folder)
         except Exception as error:  # noqa: BLE001 - some tensors may be new already: load all of the version before
@@ -121,6 +129,8 @@ class VllmProcess:
                 logprobs.append(known[token].logprob)
                 ranked = sorted((each.rank, other, each.logprob) for other, each in known.items())
                 tops.append(tuple((other, logprob) for _, other, logprob in ranked))
+            if answer.finish_reason is not None:
+                self._adapted.discard(output.request_id)
             answers.append((output.request_id, list(answer.token_ids), logprobs, tops, answer.finish_reason))
         self._channel.send(("tokens", self._version, time.monotonic() - begin_s, answers))
 

@@ -73,7 +73,7 @@ class TextOptions(Spec):
 
     @model_validator(mode="after")
     def _engine_has_it(self) -> TextOptions:
-        for name in ("swap", "deterministic", "adapters") if self.engine != "slots" else ():
+        for name in ("swap", "deterministic") if self.engine != "slots" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name} is for text.engine = slots alone: leave it out")
         return self

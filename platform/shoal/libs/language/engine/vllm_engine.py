@@ -33,8 +33,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
@@ -62,6 +63,7 @@ WAIT_S = 0.1
 _MIN_CACHE_BYTES = 2**28
 PROGRAM = "import sys; sys.path.append({root!r}); from {module} import main; main()"
 _ROOT = Path(vllm_process.__file__).parents[3]
+_PREFIX = "base_model.model."  # of peft's names
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 logger = logging.getLogger(__name__)
 
@@ -159,6 +161,14 @@ class VllmLink:
             self._changed()
 
 
+class SavedAdapter(NamedTuple):
+    """number: of vLLM's"""
+
+    version: int | str
+    number: int
+    folder: Path
+
+
 class VllmEngine:
     """See `SlotEngine`, whose methods it has. `last_step`: tokens, seconds and versions of the last step.
 
@@ -199,6 +209,8 @@ class VllmEngine:
         self._random = random.Random()
         self._totals = Counter[str]()
         self._answers: dict[str, AnswerState] = {}  # by the name that vLLM has for them
+        self._versions: dict[str, int | str] = {}  # of answers with an adapter: that of the adapter
+        self._adapters: dict[str, SavedAdapter] = {}
         self._cancelled: set[int] = set()
         self._version: int | str = version
         self._pending: int | str | None = None
@@ -238,13 +250,14 @@ class VllmEngine:
         sampling = request.sampling
         own = Sampling(temperature=1.0, seed=sampling.seed)
         refused = {
-            "adapter": request.adapter,
             "swap": request.swap not in (None, "continue") and request.swap,
             "behaviour": request.behaviour and sampling.temperature != 0.0 and sampling != own,
         }
         for name, value in refused.items():
             if value:
                 raise ConfigError(name, value, "is not for text.engine=vllm", "use slots, or leave it out")
+        if request.adapter and request.adapter not in self._adapters:
+            raise ConfigError("adapter", request.adapter, "is unknown", f"known: {', '.join(sorted(self._adapters))}")
         stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
         if request.grammar is not None:
             request = replace(request, stop_tokens=tuple(stops | self._end_tokens))
@@ -260,16 +273,20 @@ class VllmEngine:
         fields["logprobs"] = request.top_logprobs
         fields["stop_token_ids"] = sorted(answers[0].stop_tokens)
         fields["logit_bias"] = dict(request.sampling.logit_bias) or None
+        adapter = self._adapters[request.adapter] if request.adapter else None
         with self._lock:
             number = next(self._numbers)
             for index, answer in enumerate(answers):
                 answer.number = number
                 self._answers[f"{number}-{index}"] = answer
+                if adapter is not None:
+                    self._versions[f"{number}-{index}"] = adapter.version
         for index, answer in enumerate(answers):
             if request.sampling.seed is not None:
                 fields["seed"] = (answer.seed + index) % 2**62
             prompt = [*request.prompt, *request.given]
-            self._link.send("add", f"{number}-{index}", prompt, dict(fields), request.grammar, None, request.priority)
+            lora = None if adapter is None else (request.adapter, adapter.number, str(adapter.folder))
+            self._link.send("add", f"{number}-{index}", prompt, dict(fields), request.grammar, lora, request.priority)
         return number
 
     def cancel(self, number: int) -> None:
@@ -281,16 +298,19 @@ class VllmEngine:
     ) -> None:
         """As `SlotEngine.set_weights`. Running answers wait while vLLM reads the weights, and go on with them once
         their caches were filled again. Weights that vLLM cannot read leave the version before."""
-        if adapter:
-            raise ConfigError("adapter", adapter, "is not for text.engine=vllm", "use slots")
         state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        if adapter:
+            self._adapters[adapter] = self._save_adapter(version, state, scale)
+            return
         if {name: tensor.shape for name, tensor in state.items()} != self._expected:
             raise ConfigError("weights", version, "do not fit the model of this engine")
+        self._adapters = {}  # they leave with their base
         self._pending = version
         self._saver.submit(self._replace, version, dict(state))
 
     def remove_adapter(self, name: str) -> None:
-        """There are none."""
+        """Refuse new answers with an adapter; its own go on. Unknown names are ignored."""
+        self._adapters.pop(name, None)
 
     def observe(self) -> Observation:
         with self._lock:
@@ -322,6 +342,9 @@ class VllmEngine:
         for kind, *said in self._link.take(0.0 if events else WAIT_S):
             if kind == "tokens":
                 events += self._take_all(*said)
+            elif kind == "swapped":
+                for name in said:
+                    events += self._refuse(name, "the adapter went with its base", "swapped")
             elif kind == "refused":
                 events += self._refuse(*said)
             else:
@@ -334,6 +357,19 @@ class VllmEngine:
         folder = self._folder / f"{version}-{self._random.getrandbits(32):x}"
         module.save_pretrained(folder, state_dict=None if state is None else dict(state))
         return folder
+
+    def _save_adapter(self, version: int | str, state: Mapping[str, Tensor], scale: float) -> SavedAdapter:
+        """In peft's layout."""
+        number = next(self._numbers)
+        folder = self._folder / f"adapter-{number}"
+        folder.mkdir()
+        named = {_PREFIX + name.removeprefix(_PREFIX): tensor.contiguous() for name, tensor in state.items()}
+        rank = max(tensor.shape[0] for name, tensor in named.items() if ".lora_A." in name)
+        layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in named})
+        about = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": layers}
+        (folder / "adapter_config.json").write_text(json.dumps({**about, "task_type": "CAUSAL_LM", "bias": "none"}))
+        save_file(named, folder / "adapter_model.safetensors")
+        return SavedAdapter(version, number, folder)
 
     def _replace(self, version: int | str, state: Mapping[str, Tensor]) -> None:
         if version == self._pending:  # else a newer one has come meanwhile
@@ -377,7 +413,7 @@ class VllmEngine:
         answer = self._answers.get(name)
         if answer is None:  # it was cancelled, or has met its stop text
             return
-        request = answer.request
+        request, version = answer.request, self._versions.get(name, version)
         if not answer.spans and chosen:
             self._admission.leave(1, answer.num_waiting)
             self._totals["prompt_tokens"] += len(request.prompt)
@@ -397,20 +433,21 @@ class VllmEngine:
         if finish is not None:
             yield self._end(name, answer, "error", f"vLLM has ended it: {finish}")
 
-    def _refuse(self, name: str, problem: str) -> Iterator[TokenEvent]:
+    def _refuse(self, name: str, problem: str, finish: FinishReason = "error") -> Iterator[TokenEvent]:
         if (answer := self._answers.get(name)) is not None:
-            yield self._end(name, answer, "error", problem)
+            yield self._end(name, answer, finish, problem)
 
     def _end(
         self, name: str, answer: AnswerState, finish: FinishReason, problem: str = "", event: TokenEvent | None = None
     ) -> TokenEvent:
         with self._lock:
             del self._answers[name]
+            version = self._versions.pop(name, self._version)
         if not answer.spans:
             self._admission.leave(1, answer.num_waiting)
         if finish in ("stop", "length"):
             self._admission.observe_end(answer.num_new / answer.max_tokens)
-        last = TokenEvent(answer.number, answer.index, version=self._version)
+        last = TokenEvent(answer.number, answer.index, version=version)
         return answer.end(event or last, finish, problem)
 
 

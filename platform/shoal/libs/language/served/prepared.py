@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the memory, for the cache of a model without `text.length`
 SPARE = 2  # slots of an engine beside those of its answers: one for a swap of weights, one for padding
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+MAX_LORA_RANK = 64  # of adapters with vLLM, unless `engine_args` say otherwise
 _GENERATION = "generation_config.json"
 TextGenerator = SlotEngine | VllmEngine
 
@@ -145,7 +146,8 @@ def open_engine(
     """
     known = prepared.module, version, prepared.tokenizer, prepared.stop_tokens, options.slots, prepared.context
     if uses_vllm(options):
-        return VllmEngine(*known, options.engine_python, changed, options.engine_args)
+        loras = {"enable_lora": True, "max_lora_rank": MAX_LORA_RANK} if options.adapters else {}
+        return VllmEngine(*known, options.engine_python, changed, {**loras, **options.engine_args})
     return SlotEngine(*known, deterministic=options.deterministic)
 
 

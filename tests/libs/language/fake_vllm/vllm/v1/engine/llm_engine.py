@@ -1,6 +1,7 @@
 """A token is the last one and the model's step, modulo the vocabulary; the step is the first number of a model's file.
 
-A step that is not finite cannot be loaded. Token 250 in a prompt makes it hang, and 251 is refused.
+An adapter adds 97 to it. A step that is not finite cannot be loaded. Token 250 in a prompt makes it hang, and 251 is
+refused.
 """
 
 import json
@@ -41,6 +42,10 @@ class LLMEngine:
         tokens = prompt["prompt_token_ids"]
         if 251 in tokens:
             raise ValueError("the prompt has token 251")
+        params.more = 0
+        if lora_request is not None:
+            assert json.loads(Path(lora_request.lora_path, "adapter_config.json").read_text())["r"] == 4
+            params.more = 97
         self.running[name] = (list(tokens), params)
         return name
 
@@ -61,7 +66,7 @@ class LLMEngine:
         for name, (tokens, params) in list(self.running.items())[: self.args.max_num_seqs]:
             if 250 in tokens:
                 time.sleep(1e6)
-            token = (tokens[-1] + self.step_size) % self.num_tokens
+            token = (tokens[-1] + self.step_size + params.more) % self.num_tokens
             tokens.append(token)
             params.max_tokens -= 1
             known = {token: SimpleNamespace(logprob=-0.5, rank=1)}
