@@ -43,6 +43,7 @@ class LLMEngine:
         if 251 in tokens:
             raise ValueError("the prompt has token 251")
         params.more = 0
+        params.hangs = 250 in tokens
         if lora_request is not None:
             assert json.loads(Path(lora_request.lora_path, "adapter_config.json").read_text())["r"] == 4
             params.more = 97
@@ -64,7 +65,7 @@ class LLMEngine:
         time.sleep(0.002)
         outputs = []
         for name, (tokens, params) in list(self.running.items())[: self.args.max_num_seqs]:
-            if 250 in tokens:
+            if params.hangs:
                 time.sleep(1e6)
             token = (tokens[-1] + self.step_size + params.more) % self.num_tokens
             tokens.append(token)
