@@ -293,7 +293,8 @@ def workers(monkeypatch: pytest.MonkeyPatch, learner: object, gateway: object) -
 
     monkeypatch.setattr(ray, "get", fake_get)
     made: Any = object.__new__(ActorLearnerWorkers)
-    made._learner, made._gateway = FakeWorker(learner), FakeWorker(gateway)
+    made._learner = FakeWorker(learner)
+    made._gateways = [FakeWorker(gateway)]
     return made
 
 
