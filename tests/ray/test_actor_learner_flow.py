@@ -308,7 +308,8 @@ def test_why_the_learner_did_not_start_is_said_and_not_what_followed_from_it(mon
         workers(monkeypatch, died, "tcp://here").wait_for_gateway()
     with pytest.raises(ClusterError, match="the gateway did not start in time"):
         workers(monkeypatch, {}, GetTimeoutError("later")).wait_for_gateway()
-    assert workers(monkeypatch, {}, "tcp://here").wait_for_gateway() == "tcp://here"
+    here = {"address": "tcp://here"}
+    assert workers(monkeypatch, {}, here).wait_for_gateway() == here
 
 
 def test_a_store_that_is_on_its_way_back_is_asked_again_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
